@@ -1,0 +1,1 @@
+"""What `chord bench` runs: scenarios, floors, the check of every result, records and charts."""
