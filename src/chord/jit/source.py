@@ -1,0 +1,65 @@
+"""Renders the one source unit that a configuration is compiled from.
+
+A unit is an include, the configuration by field name, what the host believes about it as
+static_asserts, and one `extern "C"` entry. Kernel code lives in chord/kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from chord.jit.params import addressing_layout
+from chord.plan.config import Config
+
+ENTRY = "chord_entry"
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+
+
+def render(config: Config, addressing: str = "Indexed") -> str:
+    """Return the CUDA source of one kernel.
+
+    Args:
+        config: The configuration to compile.
+        addressing: How rows are found, a type of kernels/addressing.
+    """
+    layout = addressing_layout(addressing)
+    params = f"chord::Params<chord::{layout.name}>"
+    return f"""\
+#include <chord/kernels/{config.kernel}.cuh>
+#include <chord/kernels/{layout.header}>
+
+inline constexpr chord::{config.cpp_type} kConfig{config.to_cpp()};
+static_assert(kConfig.smem_bytes() == {config.smem_bytes()},
+              "host and device disagree on shared memory: see plan/config.py");
+static_assert(kConfig.threads() == {config.threads()},
+              "host and device disagree on the threads of a block: see plan/config.py");
+static_assert(sizeof({params}) == {layout.packer.size},
+              "host and device disagree on the launch parameters: see jit/params.py");
+
+extern "C" __global__ void __launch_bounds__(kConfig.threads(), 1)
+{ENTRY}(const __grid_constant__ {params} p) {{
+  chord::{config.kernel}<kConfig>(p);
+}}
+"""
+
+
+@functools.cache
+def kernel_digest(root: Path = KERNELS) -> str:
+    """Return the hash of all kernel headers: names and contents, never times or places.
+
+    Records of measurements carry it, and every cache key contains it.
+    """
+    return digest_headers(root)
+
+
+def digest_headers(root: Path) -> str:
+    """Return the hash of every .cuh file below `root`, read anew."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.cuh"), key=lambda path: path.relative_to(root).as_posix()):
+        content = path.read_bytes()
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Choosing a kernel and its configuration: enumerate, reject with a reason, score, choose."""

@@ -1,0 +1,178 @@
+"""The compile-time choices of the two kernels: the host's half of kernels/config.cuh.
+
+One field, one meaning; `to_cpp` writes them by name. The sizes that follow from them are computed
+here once more, because the host has to know them before anything is compiled; every rendered unit
+asserts that the device agrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from chord.errors import InputError
+from chord.weights.layout import UNIT_BYTES, UNIT_K, UNIT_N
+
+WARP_FEATURES = 32
+MAX_SEGMENTS = 512
+
+_SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4
+_SCHEDULE_SCRATCH_BYTES = 256
+BARRIER_BYTES = 256
+_STORE_BYTES_PER_WARP = 2 * 8 * (2 * WARP_FEATURES + 16)
+_FIXED_BYTES = _SEGMENT_TABLE_BYTES + _SCHEDULE_SCRATCH_BYTES + BARRIER_BYTES
+
+
+class _Rendered:
+    """What both configurations share: rendering by field name."""
+
+    kernel: ClassVar[str]
+
+    def fields(self) -> dict[str, int]:
+        """Return the fields by name, in the order of the C++ struct."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    def to_cpp(self) -> str:
+        """Return the designated initialiser, `{.stages = 4, ...}`."""
+        return "{" + ", ".join(f".{key} = {value}" for key, value in self.fields().items()) + "}"
+
+    def label(self) -> str:
+        """Return one line for people: `decode max_tokens=16 warps=8 ...`."""
+        values = " ".join(f"{key}={value}" for key, value in self.fields().items())
+        return f"{self.kernel} {values}"
+
+
+@dataclass(frozen=True)
+class DecodeConfig(_Rendered):
+    """Few rows an expert: weights are streamed, mma.sync multiplies.
+
+    Attributes:
+        max_tokens: Rows of one expert that share one pass over its weights.
+        warps: Multiplying warps, 32 features each; one more warp loads.
+        block_k: K of a pipeline stage.
+        stages: Pipeline stages.
+    """
+
+    max_tokens: int
+    warps: int
+    block_k: int
+    stages: int
+
+    kernel: ClassVar[str] = "decode"
+    cpp_type: ClassVar[str] = "DecodeConfig"
+
+    @property
+    def tile_features(self) -> int:
+        """Output features of a tile."""
+        return self.warps * WARP_FEATURES
+
+    @property
+    def tile_rows(self) -> int:
+        """Most rows of a tile."""
+        return self.max_tokens
+
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return 32 * (self.warps + 1)
+
+    def smem_bytes(self) -> int:
+        """Return the dynamic shared memory of a block."""
+        units = (self.tile_features // UNIT_N) * (self.block_k // UNIT_K)
+        stage = units * UNIT_BYTES + self.max_tokens * (2 * self.block_k + 16)
+        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + _FIXED_BYTES
+
+    def partial_floats(self) -> int:
+        """Return the floats of partial sums that one block may leave for another."""
+        return self.tile_features * self.max_tokens
+
+
+@dataclass(frozen=True)
+class PrefillConfig(_Rendered):
+    """Many rows an expert: wgmma with the dequantised weights in registers, Hopper only.
+
+    Attributes:
+        block_m: Most rows of a tile.
+        width_step: A tile's own width is a multiple of this.
+        block_k: K of a pipeline stage.
+        stages: Pipeline stages.
+    """
+
+    block_m: int
+    width_step: int
+    block_k: int
+    stages: int
+
+    kernel: ClassVar[str] = "prefill"
+    cpp_type: ClassVar[str] = "PrefillConfig"
+    warps: ClassVar[int] = 8
+
+    @property
+    def tile_features(self) -> int:
+        """Output features of a tile."""
+        return self.warps * WARP_FEATURES
+
+    @property
+    def tile_rows(self) -> int:
+        """Most rows of a tile."""
+        return self.block_m
+
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return 32 * self.warps + 128
+
+    def smem_bytes(self) -> int:
+        """Return the dynamic shared memory of a block."""
+        units = self.block_k // UNIT_K
+        weights = (self.tile_features // UNIT_N) * units * UNIT_BYTES
+        stage = units * self.block_m * 2 * UNIT_K + weights
+        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + _FIXED_BYTES
+
+
+Config = DecodeConfig | PrefillConfig
+
+_KERNELS: dict[str, type[DecodeConfig] | type[PrefillConfig]] = {
+    "decode": DecodeConfig,
+    "prefill": PrefillConfig,
+}
+
+
+def config_from_fields(kernel: str, fields: dict[str, int]) -> Config:
+    """Return the configuration that a profile row or a command line names.
+
+    Raises:
+        InputError: No such kernel, or the fields are not the kernel's.
+    """
+    if kernel not in _KERNELS:
+        raise InputError(f"kernel {kernel!r} is not one of {', '.join(_KERNELS)}")
+    try:
+        return _KERNELS[kernel](**fields)
+    except TypeError as error:
+        raise InputError(f"fields {fields} do not make a {kernel} configuration: {error}") from None
+
+
+_SHIPPED_DECODE = (
+    DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5),
+    DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4),
+    DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=4),
+    DecodeConfig(max_tokens=64, warps=8, block_k=256, stages=3),
+)
+_SHIPPED_PREFILL = (
+    PrefillConfig(block_m=64, width_step=8, block_k=128, stages=6),
+    PrefillConfig(block_m=96, width_step=8, block_k=128, stages=5),
+    PrefillConfig(block_m=128, width_step=8, block_k=128, stages=4),
+)
+_SHIPPED: dict[str, tuple[Config, ...]] = {
+    "sm_90a": _SHIPPED_DECODE + _SHIPPED_PREFILL,
+    "sm_100a": _SHIPPED_DECODE,
+    "sm_103a": _SHIPPED_DECODE,
+}
+
+
+def shipped_archs() -> tuple[str, ...]:
+    """Return the architectures that configurations are shipped for."""
+    return tuple(_SHIPPED)
+
+
+def shipped_configs(arch: str) -> tuple[Config, ...]:
+    """Return the configurations that are compiled ahead and tested for `arch`; () if unknown."""
+    return _SHIPPED.get(arch, ())

@@ -1,0 +1,132 @@
+"""What may run: the one statement that the dispatcher, the tuner and the tests ask.
+
+Each function returns None or the reason in words, with the values and the rule. Preference is
+`cost`'s business. kernels/decode.cuh and prefill.cuh assert the rules on fields once more.
+"""
+
+from __future__ import annotations
+
+from chord.device import DeviceFacts
+from chord.plan.config import (
+    BARRIER_BYTES,
+    MAX_SEGMENTS,
+    Config,
+    DecodeConfig,
+    PrefillConfig,
+    shipped_archs,
+)
+from chord.plan.problem import GemmProblem
+from chord.weights.layout import reject_shape
+
+ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
+ADDRESSINGS = ("Indexed",)
+
+# The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
+MAX_TILES = 1 << 19
+# Rows are counted in int, and elements of a row set in units of 16 bytes in 32 bits.
+MAX_ROW_CHUNKS = 1 << 32
+MAX_ROWS = (1 << 31) - 1
+_BARRIER_BYTES_PER_STAGE = 20
+
+
+def reject(config: Config, problem: GemmProblem, device: DeviceFacts) -> str | None:
+    """Return why `config` cannot run `problem` on `device`, or None if it can."""
+    return (
+        reject_problem(problem)
+        or reject_on_device(config, device)
+        or (_reject_decode(config) if isinstance(config, DecodeConfig) else None)
+        or (_reject_prefill(config) if isinstance(config, PrefillConfig) else None)
+        or _reject_stages(config)
+        or _reject_tiles(config, problem)
+    )
+
+
+def reject_problem(problem: GemmProblem) -> str | None:
+    """Return why no kernel can run `problem`, whatever the card, or None."""
+    n, k, rows = problem.n, problem.k, problem.routed_rows
+    if problem.addressing not in ADDRESSINGS:
+        return f"addressing {problem.addressing!r} is not one of {', '.join(ADDRESSINGS)}"
+    if not 1 <= problem.num_experts <= MAX_SEGMENTS:
+        return (
+            f"num_experts={problem.num_experts} is not in 1..{MAX_SEGMENTS}: the kernels' table of "
+            f"experts holds {MAX_SEGMENTS}; split the experts over more ranks"
+        )
+    reason = reject_shape(problem.num_experts, n, k)
+    if reason is not None:
+        return reason
+    if rows < 0 or rows > MAX_ROWS:
+        return f"routed_rows={rows} is not in 0..{MAX_ROWS} (rows are counted in 32 bits)"
+    widest = max(n, k)
+    if rows * (widest // 8) >= MAX_ROW_CHUNKS:
+        limit = (MAX_ROW_CHUNKS - 1) // (widest // 8)
+        return (
+            f"routed_rows={rows} with rows of {widest} elements exceeds {limit} rows (2^32 chunks "
+            f"of 16 bytes); split the call by rows"
+        )
+    return None
+
+
+def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
+    """Return why `config` cannot run on `device` at all, or None."""
+    if device.arch not in ARCHS[config.kernel]:
+        reason = (
+            "wgmma exists on Hopper alone; Blackwell runs every size with the decode kernel"
+            if config.kernel == "prefill"
+            else "it is neither compiled nor tested for others"
+        )
+        archs = ", ".join(ARCHS[config.kernel])
+        return f"the {config.kernel} kernel runs on {archs}, not on {device.arch}: {reason}"
+    if config.smem_bytes() > device.smem_per_block_optin:
+        return (
+            f"{config.label()} needs {config.smem_bytes()} bytes of shared memory, "
+            f"{device.name} gives a block {device.smem_per_block_optin}; use fewer stages"
+        )
+    return None
+
+
+def _reject_decode(config: DecodeConfig) -> str | None:
+    if config.max_tokens % 8 or not 8 <= config.max_tokens <= 64:
+        return (
+            f"max_tokens={config.max_tokens} is not a multiple of 8 in 8..64 (an mma takes 8 "
+            f"tokens, a lane notes two rows)"
+        )
+    if config.warps % 2 or not 2 <= config.warps <= 30:
+        return (
+            f"warps={config.warps} is not even and in 2..30 (two warps share a 64-feature unit, a "
+            f"block has at most 1,024 threads)"
+        )
+    return None
+
+
+def _reject_prefill(config: PrefillConfig) -> str | None:
+    if config.width_step not in (8, 16):
+        return f"width_step={config.width_step} is not 8 or 16 (token widths of wgmma that pay)"
+    if config.block_m % config.width_step or not config.width_step <= config.block_m <= 128:
+        return (
+            f"block_m={config.block_m} is not a multiple of width_step={config.width_step} up to "
+            f"128 (two accumulators of block_m / 2 registers beside the fragments)"
+        )
+    return None
+
+
+def _reject_stages(config: Config) -> str | None:
+    if config.block_k <= 0 or config.block_k % 64:
+        return f"block_k={config.block_k} is not a positive multiple of 64 (packed unit)"
+    most = BARRIER_BYTES // _BARRIER_BYTES_PER_STAGE
+    if not 2 <= config.stages <= most:
+        return (
+            f"stages={config.stages} is not in 2..{most} (one stage loads while one is multiplied; "
+            f"barriers of more do not fit)"
+        )
+    return None
+
+
+def _reject_tiles(config: Config, problem: GemmProblem) -> str | None:
+    limit = MAX_TILES * config.tile_rows
+    if problem.routed_rows > limit:
+        return (
+            f"routed_rows={problem.routed_rows} makes more than {MAX_TILES} tiles of "
+            f"{config.tile_rows} rows; at most {limit} rows, or a configuration with more rows a "
+            f"tile"
+        )
+    return None
