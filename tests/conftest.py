@@ -25,8 +25,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     try:
-        from chord.bench.machine import kernel_digest
         from chord.bench.records import stale
+        from chord.jit.source import kernel_digest
 
         lines = stale(RECORDS, kernel_digest())
     except Exception as error:  # a broken tree must not hide the tests' own report

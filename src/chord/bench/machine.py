@@ -9,8 +9,8 @@ import torch
 
 import chord
 from chord.bench.floors import H200_MEMORY, MemoryModel
-from chord.errors import UnsupportedError
-from chord.jit import cache, compiler
+from chord.errors import ChordError, UnsupportedError
+from chord.jit import compiler, source
 
 
 def card() -> str:
@@ -82,11 +82,11 @@ def distribution(name: str) -> str:
 def nvrtc() -> str:
     """Return the version of the NVRTC that compiles kernels, or "none"."""
     try:
-        return ".".join(str(part) for part in compiler.nvrtc_version())
-    except Exception:  # a missing library has many faces, and the report must go on
+        return compiler.nvrtc_version()
+    except ChordError:
         return "none"
 
 
 def kernel_digest() -> str:
     """Return the content digest of the kernel sources of this installation."""
-    return cache.header_digest()
+    return source.kernel_digest()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import chord
-from chord import routing
+from chord import device, routing
 from chord.bench import floors, machine, records
 from chord.bench.operands import (
     POISON,
@@ -21,9 +21,10 @@ from chord.bench.peers import Peer, load_peer
 from chord.bench.scenarios import Case, Suite, cases, route
 from chord.errors import ChordError
 from chord.plan import select
+from chord.plan.problem import GemmProblem
 from chord.timing import METHOD, measure, measure_host_us
 
-Progress = Callable[[str], None]
+_MAX_BLOCK_M = 16
 
 
 class Chord:
@@ -31,8 +32,9 @@ class Chord:
 
     name = "chord"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, block_m: int = 0) -> None:
         self.version = chord.__version__
+        self._block_m = block_m
         self._experts = chord.pack_experts(checkpoint.weight_packed, checkpoint.weight_scale)
         self.choice = ""
 
@@ -51,9 +53,12 @@ class Chord:
             A function without arguments that runs the kernel once.
         """
         experts = self._experts
-        decision = select.decide(experts, topk_ids.numel())
-        self.choice = decision.describe()
-        aligned = routing.align(topk_ids, num_experts=experts.num_experts, block_m=decision.block_m)
+        problem = GemmProblem(experts.num_experts, experts.n, experts.k, topk_ids.numel())
+        decision = select.decide(problem, device.facts_of(x.device.index))
+        # The kernels join blocks of one expert: small ones cost no time and pad few rows.
+        block_m = self._block_m or min(decision.config.tile_rows, _MAX_BLOCK_M)
+        self.choice = f"{decision.config.label()}, routing blocks of {block_m}"
+        aligned = routing.align(topk_ids, num_experts=experts.num_experts, block_m=block_m)
         return lambda: chord.indexed(
             x,
             experts,
@@ -61,7 +66,7 @@ class Chord:
             aligned.expert_ids,
             aligned.num_tokens_post_padded,
             top_k,
-            block_m=decision.block_m,
+            block_m=block_m,
             out=out,
             validate=False,
         )
@@ -71,14 +76,16 @@ def run_suite(
     suite: Suite,
     *,
     peers: Sequence[str] = (),
+    block_m: int = 0,
     on_row: Callable[[records.Row], None] = lambda row: None,
-    on_step: Progress = lambda step: None,
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> records.Record:
     """Measure every case of a suite on the current GPU.
 
     Args:
         suite: The deployment and its token counts.
         peers: Names of peers to measure beside Chord.
+        block_m: Rows of a routing block for Chord; 0 leaves the choice to it.
         on_row: Called with each finished row.
         on_step: Called with a few words before each step that takes time.
 
@@ -96,7 +103,7 @@ def run_suite(
     for projection in suite.projections:
         on_step(f"{projection.name}: pack {suite.num_experts} experts")
         checkpoint = random_checkpoint(suite.num_experts, projection.n, projection.k, "cuda")
-        contenders: list[Chord | Peer] = [Chord(checkpoint)]
+        contenders: list[Chord | Peer] = [Chord(checkpoint, block_m)]
         contenders += [load_peer(name, checkpoint) for name in peers]
         versions |= {peer.name: peer.version for peer in contenders}
         for case in cases(suite, projection):

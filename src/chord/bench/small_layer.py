@@ -1,0 +1,128 @@
+"""A small random MoE layer in checkpoint form, and what it should compute, for `chord demo`.
+
+The expected output is computed in FP64 from the checkpoint tensors alone, with no code of the
+kernels, the packer or the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import chord
+from chord import routing
+from chord.bench.operands import Checkpoint, random_checkpoint
+from chord.weights.packed import PackedExperts
+
+FILE_NAME = "model-00001-of-00001.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one MoE layer.
+
+    Attributes:
+        num_experts: Routed experts E.
+        hidden: Hidden size H.
+        intermediate: Intermediate size I of one expert.
+        top_k: Experts a token visits.
+    """
+
+    num_experts: int = 16
+    hidden: int = 1024
+    intermediate: int = 512
+    top_k: int = 4
+
+
+def write_checkpoint(folder: Path, shape: LayerShape, layer: int = 1) -> tuple[int, int]:
+    """Write one layer of experts as a compressed-tensors checkpoint does.
+
+    Args:
+        folder: Existing folder for the safetensors file and its index.
+        shape: Sizes of the layer.
+        layer: Layer index in the tensor names.
+
+    Returns:
+        Number of tensors and their bytes.
+    """
+    from safetensors.torch import save_file
+
+    sizes = {
+        "gate_proj": (shape.intermediate, shape.hidden),
+        "up_proj": (shape.intermediate, shape.hidden),
+        "down_proj": (shape.hidden, shape.intermediate),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for seed, (projection, (n, k)) in enumerate(sizes.items()):
+        weight = random_checkpoint(shape.num_experts, n, k, "cpu", seed)
+        for expert in range(shape.num_experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+            tensors[f"{prefix}.weight_packed"] = weight.weight_packed[expert].clone()
+            tensors[f"{prefix}.weight_scale"] = weight.weight_scale[expert].clone()
+            tensors[f"{prefix}.weight_shape"] = torch.tensor([n, k])
+    save_file(tensors, folder / FILE_NAME)
+    index = {"weight_map": dict.fromkeys(tensors, FILE_NAME)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def run_layer(
+    hidden: torch.Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Run the routed experts of one layer with Chord's expert GEMMs.
+
+    Args:
+        hidden: bfloat16, [T, H].
+        w13: Packed gate and up weights, N = 2 I, K = H, gate rows first.
+        w2: Packed down weight, N = H, K = I.
+        topk_weights: float32, [T, top_k].
+        topk_ids: int32, [T, top_k].
+
+    Returns:
+        bfloat16, [T, H].
+    """
+    top_k = topk_ids.shape[1]
+    blocks = routing.align(topk_ids, num_experts=w13.num_experts, block_m=16)
+    where = (blocks.sorted_token_ids, blocks.expert_ids, blocks.num_tokens_post_padded)
+    gate_up = chord.indexed(hidden, w13, *where, top_k, block_m=16)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    activated = (torch.nn.functional.silu(gate) * up).bfloat16()
+    down = chord.indexed(activated, w2, *where, 1, block_m=16)
+    weighted = down.view(-1, top_k, w2.n).float() * topk_weights.unsqueeze(-1)
+    return weighted.sum(dim=1).bfloat16()
+
+
+def expected_output(
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: Checkpoint,
+    down: Checkpoint,
+) -> torch.Tensor:
+    """Compute the routed experts of one layer in FP64.
+
+    Args:
+        hidden: bfloat16, [T, H].
+        topk_weights: float32, [T, top_k].
+        topk_ids: int32, [T, top_k].
+        gate_up: Weight [E, 2 I, H], gate rows first.
+        down: Weight [E, H, I].
+
+    Returns:
+        float64, [T, H]: the weighted sum of `down(silu(gate(x)) * up(x))` over a token's experts.
+    """
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    for expert in topk_ids.unique().tolist():
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        x = hidden[tokens].double()
+        gate, up = (x @ gate_up.dequantize(expert).double().T).chunk(2, dim=1)
+        y = (torch.nn.functional.silu(gate) * up) @ down.dequantize(expert).double().T
+        out.index_add_(0, tokens, y * topk_weights[tokens, slots].double().unsqueeze(1))
+    return out

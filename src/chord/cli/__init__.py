@@ -1,0 +1,35 @@
+"""The command line `chord`: one command a file, work left to the other modules."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from chord.cli import bench, compile, demo, doctor, explain
+from chord.cli.console import errors
+
+app = typer.Typer(
+    help="W4A16 mixture-of-experts expert GEMMs for NVIDIA Hopper and Blackwell.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("compile")(compile.compile_ahead)
+app.command("explain")(explain.explain)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    """Run the command line; an error of Chord's own ends with its message and exit code 1."""
+    from chord.errors import ChordError
+
+    try:
+        app()
+    except ChordError as error:
+        errors.print(f"[bold red]{type(error).__name__}:[/] ", end="")
+        errors.print(str(error), markup=False, highlight=False)
+        sys.exit(1)

@@ -1,0 +1,95 @@
+"""`chord compile`: fill the kernel cache ahead, also for cards that are not in this machine."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from chord.cli.console import console, progress, table
+
+if TYPE_CHECKING:
+    from chord.jit.compiler import Cubin
+    from chord.plan.config import Config
+
+Job = tuple[str, "Config", str]  # architecture, configuration, addressing
+
+
+def compile_ahead(
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, sm_103a, or all.")] = "all",
+    jobs: Annotated[int, typer.Option(help="Worker processes; 0 takes one a core.")] = 0,
+) -> None:
+    """Compile every shipped configuration; fail on an error, a spill or a stack frame."""
+    work = _work(arch)
+    results: dict[Job, Cubin | Exception] = {}
+    workers = min(len(work), jobs or os.cpu_count() or 1)
+    with progress() as bar, ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        task = bar.add_task(f"compile for {arch}", total=len(work))
+        futures = {pool.submit(_compile_one, job): job for job in work}
+        for future in as_completed(futures):
+            job = futures[future]
+            results[job] = future.exception() or future.result()  # type: ignore[assignment]
+            bar.advance(task)
+    if not _report(work, results):
+        raise typer.Exit(1)
+
+
+def _work(arch: str) -> list[Job]:
+    from chord.errors import InputError
+    from chord.plan.config import shipped_archs, shipped_configs
+    from chord.plan.legality import ADDRESSINGS
+
+    archs = shipped_archs() if arch == "all" else (arch,)
+    work = [
+        (one, config, addressing)
+        for one in archs
+        for config in shipped_configs(one)
+        for addressing in ADDRESSINGS
+    ]
+    if not work:
+        raise InputError(
+            f"nothing is shipped for --arch {arch}; there are {', '.join(shipped_archs())} and all"
+        )
+    return work
+
+
+def _compile_one(job: Job) -> Cubin:
+    from chord.jit import cache
+
+    arch, config, addressing = job
+    return cache.cubin_for(config, arch, addressing)
+
+
+def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
+    listing = table("arch", "kernel", "registers", "stack", "spills", "seconds", numbers=True)
+    clean: dict[str, int] = {}
+    failures: list[str] = []
+    for arch, config, addressing in work:
+        result = results[arch, config, addressing]
+        name = f"{config.label()} {addressing}"
+        clean.setdefault(arch, 0)
+        if isinstance(result, Exception):
+            failures.append(f"{arch} {name}: {result}")
+            continue
+        report = result.report
+        spills = report.spill_store_bytes + report.spill_load_bytes
+        seconds = f"{result.seconds:.1f}" if result.seconds else "cached"
+        listing.add_row(
+            arch, name, str(report.registers), str(report.stack_bytes), str(spills), seconds
+        )
+        if report.is_clean:
+            clean[arch] += 1
+        else:
+            failures.append(
+                f"{arch} {name}: {spills} bytes of spills, {report.stack_bytes} of stack"
+            )
+    console.print(listing)
+    for arch, count in clean.items():
+        total = sum(job[0] == arch for job in work)
+        console.print(f"{arch}: {count} of {total} configurations compiled with zero spills")
+    for failure in failures:
+        console.print(failure, markup=False, style="red", soft_wrap=True)
+    return not failures

@@ -1,0 +1,51 @@
+"""What the commands share: where they print, and the progress bar of anything over two seconds."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+
+def progress() -> Progress:
+    """Make a progress bar that vanishes when it is done and stays silent in a log file.
+
+    Returns:
+        A context manager; add one task and advance it.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def table(*columns: str, numbers: bool = False) -> Table:
+    """Make a plain table.
+
+    Args:
+        columns: Headings.
+        numbers: Right-align all columns but the first.
+
+    Returns:
+        An empty table.
+    """
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for index, heading in enumerate(columns):
+        made.add_column(heading, justify="right" if numbers and index else "left", no_wrap=numbers)
+    return made

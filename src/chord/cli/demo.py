@@ -1,0 +1,94 @@
+"""`chord demo`: one MoE layer from a checkpoint file to checked output, on the best device here."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from chord.cli.console import console, progress
+
+T = TypeVar("T")
+LIMIT = 2e-2
+"""Two BF16 roundings before the last one (gate_up and SwiGLU) and the BF16 sum over experts."""
+
+
+def demo(
+    tokens: Annotated[int, typer.Option(help="Tokens to route.")] = 64,
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: the best here.")] = "",
+) -> None:
+    """Make a small MoE layer, pack it, route tokens, run it, and compare with FP64."""
+    import torch
+
+    import chord
+    from chord.bench.operands import Checkpoint
+    from chord.bench.small_layer import LayerShape, expected_output, run_layer, write_checkpoint
+    from chord.weights import checkpoints
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if where == "cuda" else "CPU, plain PyTorch (no GPU used)"
+    console.print(f"[bold]chord {chord.__version__}[/] on {name}")
+    shape = LayerShape()
+    with progress() as bar, tempfile.TemporaryDirectory() as folder:
+        task = bar.add_task("demo", total=5)
+
+        def step(label: str, work: Callable[[], T], describe: Callable[[T], str]) -> T:
+            bar.update(task, description=label)
+            begin = time.perf_counter()
+            result = work()
+            if where == "cuda":
+                torch.cuda.synchronize()
+            elapsed = time.perf_counter() - begin
+            bar.console.print(f"{label:<12}{elapsed * 1e3:8.1f} ms  {describe(result)}")
+            bar.advance(task)
+            return result
+
+        step(
+            "checkpoint",
+            lambda: write_checkpoint(Path(folder), shape),
+            lambda made: (
+                f"{made[0]} tensors, {made[1] / 2**20:.1f} MiB of safetensors: "
+                f"{shape.num_experts} experts, hidden {shape.hidden}, "
+                f"intermediate {shape.intermediate}"
+            ),
+        )
+        layer = checkpoints.load_moe_layer(Path(folder), 1)
+        gate_up = Checkpoint(layer.w13_packed, layer.w13_scale)
+        down = Checkpoint(layer.w2_packed, layer.w2_scale)
+        w13, w2 = step(
+            "pack",
+            lambda: tuple(
+                chord.pack_experts(w.weight_packed.to(where), w.weight_scale.to(where))
+                for w in (gate_up, down)
+            ),
+            lambda packed: (
+                f"{sum(p.nbytes for p in packed) / 2**20:.1f} MiB, one layout for "
+                "decode and prefill"
+            ),
+        )
+        hidden = torch.randn(tokens, shape.hidden, generator=torch.manual_seed(0)).bfloat16()
+        scores = torch.randn(tokens, shape.num_experts, generator=torch.manual_seed(1))
+        weights, ids = scores.softmax(dim=-1).topk(shape.top_k)
+        weights, ids = weights / weights.sum(dim=-1, keepdim=True), ids.int()
+        out = step(
+            "run",
+            lambda: run_layer(hidden.to(where), w13, w2, weights.to(where), ids.to(where)),
+            lambda y: (
+                f"{tokens} tokens x top {shape.top_k} = {ids.numel()} rows through gate_up, "
+                "SwiGLU, down (first call: compiles if needed)"
+            ),
+        )
+        expected = step(
+            "check",
+            lambda: expected_output(hidden, weights, ids, gate_up, down),
+            lambda y: "the same in FP64 from the checkpoint tensors alone",
+        )
+        error = ((out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+    verdict = "[green]correct[/]" if error <= LIMIT else "[red]WRONG[/]"
+    console.print(f"{verdict}: worst token is off by {error:.1e} (limit {LIMIT:.0e})")
+    if not error <= LIMIT:
+        raise typer.Exit(1)

@@ -1,0 +1,109 @@
+"""`chord doctor`: what this machine has, what would run on it, and why something would not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chord.cli.console import console, table
+
+
+def doctor() -> None:
+    """Print card, driver, versions, cache state, what would run here and what would not."""
+    from chord import device, env
+    from chord.bench import machine
+
+    facts = table("", "")
+    for name, value in _card_lines():
+        facts.add_row(name, value)
+    driver = device.driver_version()
+    speaks = f", speaks CUDA {driver[0]}.{driver[1]}" if driver else ""
+    versions = machine.versions()
+    facts.add_row("driver", versions.pop("driver") + speaks)
+    for name, value in versions.items():
+        facts.add_row(name, value)
+    facts.add_row("kernels", machine.kernel_digest()[:12])
+    facts.add_row("cache", _cache_state(env.cache_dir()))
+    facts.add_row("CHORD_JIT", env.jit_mode())
+    console.print(facts)
+    console.print()
+    for line in _what_runs():
+        console.print(line, soft_wrap=True)
+    console.print("\nEnvironment variables:")
+    variables = table("name", "default", "meaning")
+    for variable in env.VARIABLES:
+        variables.add_row(variable.name, variable.default, variable.meaning)
+    console.print(variables)
+
+
+def _card_lines() -> list[tuple[str, str]]:
+    import torch
+
+    from chord import device
+    from chord.errors import UnsupportedError
+
+    if not torch.cuda.is_available():
+        return [("card", "none that PyTorch sees")]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            facts = device.facts_of(index)
+        except UnsupportedError as error:
+            lines.append((f"card {index}", str(error)))
+            continue
+        lines.append(
+            (
+                f"card {index}",
+                f"{facts.name}, {facts.arch}, {facts.num_sms} SMs, "
+                f"{facts.smem_per_block_optin >> 10} KiB of shared memory a block, "
+                f"{facts.l2_bytes >> 20} MiB of L2",
+            )
+        )
+    return lines
+
+
+def _cache_state(folder: Path | None) -> str:
+    if folder is None:
+        return "memory only: no usable home; set CHORD_CACHE_DIR to keep kernels on disk"
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    size = sum(path.stat().st_size for path in files) / 2**20
+    return f"{folder}, {len(files)} file(s), {size:.1f} MiB"
+
+
+def _what_runs() -> list[str]:
+    import torch
+
+    from chord import device
+    from chord.bench import machine
+    from chord.errors import ChordError
+    from chord.jit import compiler
+    from chord.plan.config import shipped_configs
+    from chord.plan.legality import reject_on_device
+
+    if not torch.cuda.is_available():
+        return [
+            "Runs here: chord.reference in plain PyTorch, which the public functions use too.",
+            f"Compiles here: {_compiles(machine.nvrtc())}",
+        ]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            facts = device.facts_of(index)
+            compiler.check_driver(facts.driver)
+        except ChordError as error:
+            lines.append(f"card {index} runs no kernel: {error}")
+            continue
+        lines.append(f"Compiles here: {_compiles(machine.nvrtc())}")
+        shipped = shipped_configs(facts.arch) or shipped_configs("sm_90a")
+        for config in shipped:
+            reason = reject_on_device(config, facts)
+            lines.append(
+                f"card {index} {'runs' if reason is None else 'does not run'} "
+                f"{config.label()}{'' if reason is None else ': ' + reason}"
+            )
+    return lines
+
+
+def _compiles(nvrtc: str) -> str:
+    if nvrtc == "none":
+        return "nothing: NVRTC is missing; pip install 'chord-kernels[cu13]'"
+    return f"kernels for every architecture, by NVRTC {nvrtc} (no toolkit needed)"

@@ -1,0 +1,58 @@
+"""`chord explain`: what would run for a shape on a card, what was considered, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from chord.cli.console import console, table
+
+if TYPE_CHECKING:
+    from chord.device import DeviceFacts
+
+
+def explain(
+    experts: Annotated[int, typer.Option("--experts", "-e", help="Local experts E.")],
+    n: Annotated[int, typer.Option("--n", help="Output features N.")],
+    k: Annotated[int, typer.Option("--k", help="Reduction length K.")],
+    rows: Annotated[int, typer.Option("--rows", "-r", help="Routed rows R = tokens x top_k.")],
+    card: Annotated[
+        str, typer.Option(help="h100, h200, b200, b300 or sm_90a, ...; default: the card here.")
+    ] = "",
+) -> None:
+    """Print the kernel that would run for E, N, K and R, why, and what else was considered."""
+    from chord import device
+    from chord.plan import cost, select
+    from chord.plan.problem import GemmProblem
+
+    facts = device.known(card) if card else _card_here()
+    problem = GemmProblem(num_experts=experts, n=n, k=k, routed_rows=rows)
+    decision = select.decide(problem, facts)
+    floor_us = cost.floor_us(problem, facts)
+    console.print(
+        f"{facts.card} E={experts} N={n} K={k} routed={rows} "
+        f"({problem.rows_per_expert:.1f} rows an expert), floor {floor_us:.0f} us"
+    )
+    console.print(
+        f"[bold]{decision.config.label()}[/] | {decision.reason} | "
+        f"{len(decision.considered)} can run, {len(decision.rejected)} rejected"
+    )
+    listing = table("configuration", "smem bytes", "predicted us", numbers=True)
+    for config, predicted_us in decision.considered:
+        chosen = "  <-" if config == decision.config else ""
+        listing.add_row(config.label(), str(config.smem_bytes()), f"{predicted_us:.1f}{chosen}")
+    console.print(listing)
+    for config, reason in decision.rejected:
+        console.print(f"[dim]rejected: {config.label()}: {reason}[/]")
+
+
+def _card_here() -> DeviceFacts:
+    import torch
+
+    from chord import device
+
+    if torch.cuda.is_available():
+        return device.facts_of(torch.cuda.current_device())
+    console.print("no GPU here: explaining for an h200; choose another with --card")
+    return device.known("h200")

@@ -1,0 +1,163 @@
+"""Records: round trip, faults, staleness; and no number in README or docs that no record holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from chord.bench import chart, records
+from chord.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "records"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A table whose heading has one of these is a table of measurements.
+UNITS = re.compile(r"\b(us|TFLOPS|TFLOP/s|GB/s|TB/s|x floor|speed-?up)\b")
+SOURCE = re.compile(r"<!--\s*records?:\s*([^>]*?)\s*-->")
+
+
+def example() -> records.Record:
+    entries = {
+        "chord": records.Entry(190.0, 189.0, 192.0, 1.7e-3, "decode", 12.0),
+        "humming": records.Entry(230.25, 229.0, 231.0, 1.7e-3, ""),
+    }
+    rows = [
+        records.Row(
+            name, 20, 160, 48, 4096, 7168, 46, 761_000_000, 174.02, "memory", 650.0, entries
+        )
+        for name in ("gate_up", "down")
+    ]
+    return records.Record(
+        suite="ep8_decode",
+        date="2026-01-31",
+        card="NVIDIA H200",
+        versions={"chord": "0.1"},
+        kernel_digest="a" * 64,
+        timer="words",
+        floor="words",
+        rows=rows,
+    )
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = records.save(example(), tmp_path / "made")
+    assert path.name == "2026-01-31-h200-ep8_decode.json"
+    assert records.load(path) == example()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows": [{"entries": {}}]}', "null"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"x\.json"):
+        records.load(path)
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = records.save(dataclasses.replace(example(), schema=99), tmp_path)
+    with pytest.raises(InputError, match="schema 99"):
+        records.load(path)
+
+
+def test_stale_records_are_reported(tmp_path: Path) -> None:
+    records.save(example(), tmp_path)
+    assert records.stale(tmp_path, "a" * 64) == []
+    (line,) = records.stale(tmp_path, "b" * 64)
+    assert "2026-01-31-h200-ep8_decode.json" in line
+    assert "aaaaaaaaaaaa" in line
+    assert "bbbbbbbbbbbb" in line
+    assert records.stale(tmp_path / "missing", "b") == []
+
+
+def test_chart_is_drawn(tmp_path: Path) -> None:
+    path = chart.draw(example(), tmp_path / "x.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_records_are_whole() -> None:
+    for path, record in records.load_all(RECORDS):
+        assert path.stem == record.file_stem
+        assert len(record.kernel_digest) == 64, path.name
+        for row in record.rows:
+            assert row.entries["chord"].row_error <= 5e-3, f"{path.name}: {row}"
+
+
+# --- numbers in README and docs ---------------------------------------------------------------
+
+
+def values_of(row: records.Row) -> list[float]:
+    """Return every number that a table line about this row may show."""
+    times = [row.floor_us, *(entry.us for entry in row.entries.values())]
+    values: list[float] = [row.tokens, row.routed, row.experts, row.n, row.k, row.active_experts]
+    values += [row.dense_tflops, row.routed / row.experts, *times]
+    values += [slow / fast for slow, fast in permutations(times, 2)]
+    for entry in row.entries.values():
+        values += [entry.p10_us, entry.p90_us, entry.row_error]
+        values += [] if entry.host_us is None else [entry.host_us]
+        values += [2 * row.routed * row.n * row.k / entry.us / 1e6, row.num_bytes / entry.us / 1e3]
+    return values
+
+
+def shows(text: str, value: float) -> bool:
+    """Whether `text`, such as "190" or "1.09" or "1.7e-3", is `value` rounded to its digits."""
+    mantissa, _, exponent = text.lower().partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    scale = 10.0 ** int(exponent or 0)
+    return abs(float(mantissa) - value / scale) <= 0.5 * 10.0**-decimals * 1.0001
+
+
+def lines_without_record(document: str, folder: Path) -> list[str]:
+    """Return the complaints about one document's tables of measurements."""
+    found: list[str] = []
+    source: list[str] = []
+    in_results = False
+    lines = document.splitlines()
+    for number, line in enumerate(lines, 1):
+        if match := SOURCE.search(line):
+            source = [stem.strip() for stem in match.group(1).split(",")]
+        if not line.startswith("|"):
+            in_results = False
+            continue
+        follows = lines[number] if number < len(lines) else ""
+        if re.match(r"\|[\s:|-]+$", follows):
+            in_results = bool(UNITS.search(line))
+            if in_results and not source:
+                found.append(f"line {number}: a table of measurements needs <!-- records: ... -->")
+            continue
+        if not in_results or re.match(r"\|[\s:|-]+$", line) or not source:
+            continue
+        missing = [stem for stem in source if not (folder / f"{stem}.json").is_file()]
+        if missing:
+            found.append(f"line {number}: there is no record {missing}")
+            continue
+        rows = [row for stem in source for row in records.load(folder / f"{stem}.json").rows]
+        numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:[eE]-?\d+)?", line.replace(",", ""))
+        if not any(
+            all(any(shows(text, value) for value in values_of(row)) for text in numbers)
+            for row in rows
+        ):
+            found.append(f"line {number}: no row of {source} has all of {numbers}")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_numbers_in_documents_are_in_records(path: Path) -> None:
+    found = lines_without_record(path.read_text(), RECORDS)
+    assert not found, f"{path.name}: " + "; ".join(found)
+
+
+def test_the_check_of_documents_can_fail(tmp_path: Path) -> None:
+    stem = records.save(example(), tmp_path).stem
+    head = "| case | tokens | floor us | chord us | x floor |\n|---|---|---|---|---|\n"
+    good = f"<!-- records: {stem} -->\n\n{head}| gate_up | 20 | 174 | 190.0 | 1.09 |\n"
+    assert lines_without_record(good, tmp_path) == []
+    assert lines_without_record(good.replace("190.0", "188.0"), tmp_path) != []
+    assert lines_without_record(good.replace("1.09", "1.05"), tmp_path) != []
+    assert lines_without_record(good.replace(stem, "gone"), tmp_path) != []
+    assert lines_without_record(head + "| gate_up | 20 | 174 | 190.0 | 1.09 |\n", tmp_path) != []
+    assert lines_without_record("| field | bytes |\n|---|---|\n| codes | 2048 |\n", tmp_path) == []
