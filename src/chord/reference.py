@@ -1,0 +1,302 @@
+"""What every function of Chord computes, in plain PyTorch on any device. Read this file first.
+
+A 4-bit weight stands for `(code - 8) * scale`, with one scale for 32 values along K. Everything
+below multiplies dequantised weights, accumulates in `dtype` (fp32, or fp64 on request) and rounds
+to bf16 once, at the end. It is slow on purpose; the kernels are measured against it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chord.errors import InputError
+from chord.routing import Contiguous, Indexed, Masked, local_experts
+from chord.weights.layout import CODE_OFFSET, GROUP_SIZE
+from chord.weights.pack import unpack
+from chord.weights.packed import PackedExperts
+
+
+def dequantize(experts: PackedExperts, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the weights as numbers: `(code - 8) * scale`.
+
+    Args:
+        experts: PackedExperts, [E, N, K] inside.
+        dtype: fp32 or fp64; both hold every product exactly.
+
+    Returns:
+        dtype, [E, N, K], in the checkpoint's order. Eight times the packed size in fp32.
+    """
+    weights = torch.empty(
+        experts.num_experts, experts.n, experts.k, dtype=dtype, device=experts.device
+    )
+    for e in range(experts.num_experts):
+        weights[e] = _dequantize_expert(experts, e, dtype)
+    return weights
+
+
+def _dequantize_expert(experts: PackedExperts, e: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of one expert, dtype, [N, K]."""
+    codes, scales = unpack(experts.expert_range(e, e + 1))
+    values = codes[0].to(dtype).unflatten(-1, (-1, GROUP_SIZE)) - CODE_OFFSET
+    return (values * scales[0].to(dtype).unsqueeze(-1)).flatten(-2)
+
+
+def indexed(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    *,
+    block_m: int,
+    validate: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Multiply each route's row with its expert's weight: `out[r] = x[r // top_k] @ W[e(r)].T`.
+
+    Args:
+        x: bf16, [M, K].
+        experts: PackedExperts, [E, N, K] inside.
+        sorted_token_ids: int32, [P], see `chord.routing.Indexed`.
+        expert_ids: int32, [B], local ids, -1 for a block to skip.
+        num_tokens_post_padded: int32, [1].
+        top_k: routes per row of x.
+        out: bf16, [M * top_k, N]; rows that no block names are left untouched. Without it a new
+            tensor is returned, in which they are zero.
+        block_m: slots of a block.
+        validate: check all routing values first.
+        dtype: fp32 or fp64, to accumulate in.
+
+    Returns:
+        bf16, [M * top_k, N]; `out` if it was given.
+    """
+    routing = Indexed(sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m)
+    _check_x(x, experts, ("M", "K"))
+    num_routes = x.shape[0] * top_k
+    out = _prepare_out(out, x, (num_routes, experts.n))
+    if validate:
+        routing.validate(x.shape[0], experts.num_experts)
+    num_blocks = int(num_tokens_post_padded) // block_m
+    blocks = sorted_token_ids[: num_blocks * block_m].view(num_blocks, block_m).long()
+    for e in range(experts.num_experts):
+        routes = blocks[expert_ids[:num_blocks] == e].flatten()
+        routes = routes[routes < num_routes]
+        if len(routes):
+            out[routes] = _multiply(x[routes // top_k], experts, e, dtype).bfloat16()
+    return out
+
+
+def contiguous(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    expert_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    m_indices: torch.Tensor | None = None,
+    validate: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Multiply rows that are sorted by expert: `out[r] = x[r] @ W[e(r)].T`.
+
+    Args:
+        x: bf16, [R, K].
+        experts: PackedExperts, [E, N, K] inside.
+        expert_offsets: int32 or int64, [E + 1]: expert e owns rows offsets[e]..offsets[e+1]-1.
+        out: bf16, [R, N]; rows that no expert owns are left untouched. Without it a new tensor is
+            returned, in which they are zero.
+        m_indices: int32, [R], the expert of each row or -1, instead of expert_offsets.
+        validate: check all routing values first.
+        dtype: fp32 or fp64, to accumulate in.
+
+    Returns:
+        bf16, [R, N]; `out` if it was given.
+    """
+    routing = Contiguous(expert_offsets, m_indices)
+    _check_x(x, experts, ("R", "K"))
+    out = _prepare_out(out, x, (x.shape[0], experts.n))
+    if validate:
+        routing.validate(x.shape[0], experts.num_experts)
+    for e in range(experts.num_experts):
+        if expert_offsets is not None:
+            first, last = expert_offsets[e : e + 2].tolist()
+            rows = torch.arange(first, last, device=x.device)
+        else:
+            assert m_indices is not None, "Contiguous holds offsets or indices"
+            rows = (m_indices == e).nonzero().flatten()
+        if len(rows):
+            out[rows] = _multiply(x[rows], experts, e, dtype).bfloat16()
+    return out
+
+
+def masked(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    tokens_per_expert: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    expected: int | None = None,
+    validate: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Multiply the first rows of each expert's own block: `out[e, i] = x[e, i] @ W[e].T`.
+
+    Args:
+        x: bf16, [E, max_m, K].
+        experts: PackedExperts, [E, N, K] inside.
+        tokens_per_expert: int32, [E], valid rows of each expert, 0..max_m.
+        out: bf16, [E, max_m, N]; rows beyond the valid ones are left untouched. Without it a new
+            tensor is returned, in which they are zero.
+        expected: a hint for the kernels; changes nothing here.
+        validate: check all routing values first.
+        dtype: fp32 or fp64, to accumulate in.
+
+    Returns:
+        bf16, [E, max_m, N]; `out` if it was given.
+    """
+    routing = Masked(tokens_per_expert, expected)
+    _check_x(x, experts, ("E", "max_m", "K"))
+    out = _prepare_out(out, x, (*x.shape[:2], experts.n))
+    if validate:
+        routing.validate(x.shape[1], experts.num_experts)
+    for e, rows in enumerate(tokens_per_expert.tolist()):
+        if rows:
+            out[e, :rows] = _multiply(x[e, :rows], experts, e, dtype).bfloat16()
+    return out
+
+
+def fused_moe(
+    hidden: torch.Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Run the routed experts of one MoE layer.
+
+    For token t and slot j with expert e = topk_ids[t, j]:
+
+        gate, up = bf16(hidden[t] @ W13[e].T)               two halves of I values
+        middle   = bf16(silu(gate) * up)
+        out[t]   = bf16(sum over j of topk_weights[t, j] * (middle @ W2[e].T))
+
+    These are all the roundings: gate_up and the activation are stored in bf16, as an engine that
+    runs the two GEMMs apart stores them; the rows of the second GEMM are summed unrounded. A
+    kernel that keeps gate_up in registers or rounds the rows before the sum differs from this by
+    bf16 roundings only.
+
+    Args:
+        hidden: bf16, [T, H].
+        w13: PackedExperts, [E, 2 * I, H] inside: gate rows, then up rows (interleaved or not).
+        w2: PackedExperts, [E, H, I] inside.
+        topk_weights: fp32, [T, top_k].
+        topk_ids: int32 or int64, [T, top_k]. -1 contributes nothing.
+        expert_map: int32 or int64, [num_global_experts], local index or -1: topk_ids are then
+            global, and experts of other ranks contribute nothing. Without it ids are local.
+        out: bf16, [T, H], overwritten entirely: tokens without a local expert become zero.
+        dtype: fp32 or fp64, to accumulate in.
+
+    Returns:
+        bf16, [T, H]; `out` if it was given.
+    """
+    _check_x(hidden, w13, ("T", "H"))
+    _check_layer(hidden, w13, w2, topk_weights, topk_ids)
+    num_ids = w13.num_experts if expert_map is None else expert_map.numel()
+    _check_ids(topk_ids, num_ids, expert_map, w13.num_experts)
+    out = _prepare_out(out, hidden, tuple(hidden.shape))
+    experts_of_routes = local_experts(topk_ids, num_ids, expert_map)
+    total = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    for e in range(w13.num_experts):
+        tokens, slots = (experts_of_routes == e).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        gate, up = _multiply(hidden[tokens], w13, e, dtype).bfloat16().to(dtype).chunk(2, dim=-1)
+        middle = (torch.nn.functional.silu(gate) * up).bfloat16()
+        rows = _multiply(middle, w2, e, dtype) * topk_weights[tokens, slots].to(dtype).unsqueeze(-1)
+        # One slot at a time: a token may name an expert twice, and += adds to a row only once.
+        for slot in range(topk_ids.shape[1]):
+            chosen = slots == slot
+            total[tokens[chosen]] += rows[chosen]
+    return out.copy_(total)
+
+
+def _multiply(
+    rows: torch.Tensor, experts: PackedExperts, e: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return rows, bf16 [M, K], times the weight of expert e, unrounded: dtype, [M, N]."""
+    return rows.to(dtype) @ _dequantize_expert(experts, e, dtype).T
+
+
+def _check_x(x: torch.Tensor, experts: PackedExperts, dims: tuple[str, ...]) -> None:
+    if x.dtype != torch.bfloat16 or x.dim() != len(dims) or x.shape[-1] != experts.k:
+        raise InputError(
+            f"x is {x.dtype} {list(x.shape)}; it must be torch.bfloat16 [{', '.join(dims)}] with "
+            f"{dims[-1]}={experts.k}, the weight's reduction length"
+        )
+    if x.device != experts.device:
+        raise InputError(f"x is on {x.device}, the weights on {experts.device}; move one of them")
+    if dims[0] == "E" and x.shape[0] != experts.num_experts:
+        raise InputError(
+            f"x has shape {list(x.shape)}; its first dimension must be the number of experts, "
+            f"{experts.num_experts}"
+        )
+
+
+def _prepare_out(out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if out is None:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=x.device)
+    if out.dtype != torch.bfloat16 or out.shape != shape or out.device != x.device:
+        raise InputError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}; it must be torch.bfloat16 "
+            f"{list(shape)} on {x.device}"
+        )
+    return out
+
+
+def _check_layer(
+    hidden: torch.Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
+        raise InputError(
+            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
+            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
+        )
+    if w2.gate_up_interleaved:
+        raise InputError("w2 was packed with interleave_gate_up, which is for w13 only; repack it")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden.shape[0]:
+        raise InputError(
+            f"topk_ids has shape {list(topk_ids.shape)}; hidden {list(hidden.shape)} needs "
+            f"[{hidden.shape[0]}, top_k]"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"topk_ids is {topk_ids.dtype}; it must be int32 or int64")
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
+        raise InputError(
+            f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; it must be "
+            f"torch.float32 {list(topk_ids.shape)}, the shape of topk_ids"
+        )
+
+
+def _check_ids(
+    topk_ids: torch.Tensor, num_ids: int, expert_map: torch.Tensor | None, num_experts: int
+) -> None:
+    for name, ids, limit in (
+        ("topk_ids", topk_ids, num_ids),
+        ("expert_map", expert_map, num_experts),
+    ):
+        if ids is None or not ids.numel():
+            continue
+        low, high = ids.min().item(), ids.max().item()
+        if low < -1 or high >= limit:
+            raise InputError(
+                f"{name} holds values from {low} to {high}; they must lie in -1..{limit - 1}"
+            )

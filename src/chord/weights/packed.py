@@ -1,0 +1,109 @@
+"""`PackedExperts`: the frozen container of one projection's weights. Conversion is `pack.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from chord.errors import InputError, UnsupportedError
+from chord.weights.layout import (
+    GROUP_SIZE,
+    TILE_N,
+    UNIT_BYTES,
+    buffer_shape,
+    reject_shape,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The weights of E experts for one projection, packed once for every kernel, phase and card.
+
+    Two instances are equal only if they are the same object: compare `data` for contents.
+
+    Attributes:
+        data: uint8, [E, ceil(n / 64), ceil(k / 64), 2304], contiguous; see `layout.py`.
+        n: output features, as in the checkpoint (padding is invisible outside).
+        k: reduction length, as in the checkpoint.
+        group_size: values along K that share a stored scale, always 32; larger groups of a
+            checkpoint were repeated when packing.
+        gate_up_interleaved: rows n/2.. are up features and alternate with gate features by
+            eights in `data`. Outputs are in the checkpoint's order all the same.
+
+    Raises:
+        UnsupportedError: a shape that the layout does not hold.
+        InputError: `data` does not fit the other fields.
+    """
+
+    data: torch.Tensor
+    n: int
+    k: int
+    group_size: int = GROUP_SIZE
+    gate_up_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        data = self.data
+        if data.dtype != torch.uint8 or data.dim() != 4 or data.shape[-1] != UNIT_BYTES:
+            raise InputError(
+                f"data is {data.dtype} {list(data.shape)}; a packed weight is uint8 "
+                f"[E, ceil(n/64), ceil(k/64), {UNIT_BYTES}], as pack_experts makes it"
+            )
+        reason = reject_shape(data.shape[0], self.n, self.k)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        if self.group_size != GROUP_SIZE:
+            raise UnsupportedError(
+                f"group_size={self.group_size}: the packed layout stores one scale per "
+                f"{GROUP_SIZE} values; pack_experts repeats the scales of larger groups"
+            )
+        if self.gate_up_interleaved and self.n % TILE_N:
+            raise UnsupportedError(
+                f"n={self.n} with gate_up_interleaved: gate and up need a multiple of 8 features "
+                f"each, n a multiple of {TILE_N}; pack without interleave_gate_up"
+            )
+        wanted = buffer_shape(data.shape[0], self.n, self.k)
+        if data.shape != wanted:
+            raise InputError(
+                f"data has shape {list(data.shape)}, n={self.n} and k={self.k} need {list(wanted)}"
+            )
+        if not data.is_contiguous() or data.data_ptr() % 16:
+            raise InputError(
+                f"data of shape {list(data.shape)} has strides {list(data.stride())} at address "
+                f"{data.data_ptr():#x}; the kernels need it contiguous and 16-byte aligned"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts E."""
+        return self.data.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffer."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return self.data.numel()
+
+    def expert_range(self, start: int, stop: int) -> PackedExperts:
+        """Return experts start..stop-1 as a PackedExperts that shares this one's memory."""
+        if not 0 <= start < stop <= self.num_experts:
+            raise InputError(
+                f"expert range {start}..{stop} is not a non-empty part of 0..{self.num_experts}"
+            )
+        return replace(self, data=self.data[start:stop])
+
+    def to(self, device: torch.device | str) -> PackedExperts:
+        """Return the same weights on `device`: a copy, or this object if it is there already."""
+        moved = self.data.to(device)
+        return self if moved is self.data else replace(self, data=moved)
+
+    def __repr__(self) -> str:
+        order = ", gate_up_interleaved" if self.gate_up_interleaved else ""
+        return (
+            f"PackedExperts(E={self.num_experts}, n={self.n}, k={self.k}{order}, "
+            f"{self.nbytes / 2**20:.1f} MiB on {self.device})"
+        )
