@@ -350,7 +350,7 @@ def python_blocks() -> list[tuple[str, str]]:
     return blocks
 
 
-@pytest.mark.parametrize(("name", "code"), python_blocks(), ids=lambda value: value[:40])
+@pytest.mark.parametrize(("name", "code"), [pytest.param(*b, id=b[0]) for b in python_blocks()])
 def test_python_blocks_run(name: str, code: str) -> None:
     exec(compile(code, name, "exec"), {"__name__": "__docs__"})
 
