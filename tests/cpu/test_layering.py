@@ -23,7 +23,8 @@ LAYERS = (
     ("jit",),
     ("ops",),
     ("bench", "compat", "emulator", "integrations", "tune"),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 REFERENCE_MAY_IMPORT = {"errors", "weights", "routing", "reference"}
@@ -307,6 +308,8 @@ def test_no_function_is_too_long() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if ast.get_docstring(node):  # what is said does not count, what is done does
+                    length -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
                 if length > MAX_FUNCTION_LINES:
                     found.append(f"{relative(path)}:{node.lineno}: {node.name} has {length} lines")
     fail_with(found)
