@@ -111,3 +111,65 @@ def test_row_error_sees_one_bad_row(damage: str, low: float, high: float | None)
     error = operands.max_row_error(out, x, ids, top_k, checkpoint)
     assert low < error
     assert high is None or error < high
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a suite run on CPU tensors: an H200's facts, and times that need no events."""
+    from chord import timing
+    from chord.bench import machine, run
+    from chord.device import known
+
+    def measured(call: timing.Call) -> timing.Timing:
+        call()
+        return timing.Timing(200.0, 199.0, 201.0, 1, 1, 1, timing.FLUSH_BYTES, False)
+
+    monkeypatch.setattr(machine, "card", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "facts_of", lambda index: known("h200"))
+    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "measure_host_us", lambda call: 10.0)
+    monkeypatch.setattr(floors, "dense_tflops", lambda num_rows, n, k: 690.0)
+
+
+TINY = scenarios.Suite(
+    "tiny",
+    12,
+    (scenarios.Projection("gate_up", 64, 128), scenarios.Projection("down", 128, 32)),
+    (16, 32),
+    tokens_per_input=8,
+)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_suite_runs_and_every_row_is_checked() -> None:
+    from chord.bench.run import run_suite
+
+    seen: list[int] = []
+    record = run_suite(TINY, device="cpu", on_row=lambda row: seen.append(row.tokens))
+    assert seen == [16, 32, 16, 32]
+    assert record.file_stem.endswith("-h200-tiny")
+    assert {"driver", "torch", "nvrtc", "chord"} <= set(record.versions)
+    for row in record.rows:
+        entry = row.entries["chord"]
+        assert 1e-4 < entry.row_error < operands.ROW_ERROR_LIMIT
+        assert entry.us == 200.0
+        assert "routing blocks of" in entry.choice
+        assert row.routed == row.tokens
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_wrong_result_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    import chord
+    from chord.bench.run import run_suite
+    from chord.errors import ChordError
+
+    right = chord.indexed
+
+    def wrong(*arguments: torch.Tensor, out: torch.Tensor, **options: int) -> torch.Tensor:
+        right(*arguments, out=out, **options)
+        out[3] *= 1.01
+        return out
+
+    monkeypatch.setattr(chord, "indexed", wrong)
+    with pytest.raises(ChordError, match="tiny gate_up with 16 tokens"):
+        run_suite(TINY, device="cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import chord
-from chord import device, routing
+from chord import routing
 from chord.bench import floors, machine, records
 from chord.bench.operands import (
     POISON,
@@ -19,6 +19,7 @@ from chord.bench.operands import (
 )
 from chord.bench.peers import Peer, load_peer
 from chord.bench.scenarios import Case, Suite, cases, route
+from chord.device import facts_of
 from chord.errors import ChordError
 from chord.plan import select
 from chord.plan.problem import GemmProblem
@@ -54,7 +55,7 @@ class Chord:
         """
         experts = self._experts
         problem = GemmProblem(experts.num_experts, experts.n, experts.k, topk_ids.numel())
-        decision = select.decide(problem, device.facts_of(x.device.index))
+        decision = select.decide(problem, facts_of(x.device.index))
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
         block_m = self._block_m or min(decision.config.tile_rows, _MAX_BLOCK_M)
         self.choice = f"{decision.config.label()}, routing blocks of {block_m}"
@@ -77,6 +78,7 @@ def run_suite(
     *,
     peers: Sequence[str] = (),
     block_m: int = 0,
+    device: str = "cuda",
     on_row: Callable[[records.Row], None] = lambda row: None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> records.Record:
@@ -86,6 +88,7 @@ def run_suite(
         suite: The deployment and its token counts.
         peers: Names of peers to measure beside Chord.
         block_m: Rows of a routing block for Chord; 0 leaves the choice to it.
+        device: Where the tensors live.
         on_row: Called with each finished row.
         on_step: Called with a few words before each step that takes time.
 
@@ -102,7 +105,7 @@ def run_suite(
     versions = machine.versions()
     for projection in suite.projections:
         on_step(f"{projection.name}: pack {suite.num_experts} experts")
-        checkpoint = random_checkpoint(suite.num_experts, projection.n, projection.k, "cuda")
+        checkpoint = random_checkpoint(suite.num_experts, projection.n, projection.k, device)
         contenders: list[Chord | Peer] = [Chord(checkpoint, block_m)]
         contenders += [load_peer(name, checkpoint) for name in peers]
         versions |= {peer.name: peer.version for peer in contenders}
@@ -133,12 +136,13 @@ def _run_case(
     memory: floors.MemoryModel,
 ) -> records.Row:
     n, k = case.projection.n, case.projection.k
-    topk_ids = route(case.num_inputs, case.num_experts, "cuda")
+    device = checkpoint.weight_packed.device
+    topk_ids = route(case.num_inputs, case.num_experts, device)
     active = int(topk_ids.unique().numel())
     dense = floors.dense_tflops(case.num_routes, n, k)
     floor = floors.floor_of(case, active, memory, dense)
-    x = random_rows(case.num_rows, k, "cuda")
-    out = torch.empty(case.num_routes, n, dtype=torch.bfloat16, device="cuda")
+    x = random_rows(case.num_rows, k, device)
+    out = torch.empty(case.num_routes, n, dtype=torch.bfloat16, device=device)
     entries = {}
     for contender in contenders:
         call = contender.prepare_call(x, topk_ids, case.top_k, out)

@@ -1,0 +1,123 @@
+"""The command line: every command runs without a GPU, says what it did, and fails with words."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chord.bench import machine, records
+from chord.cli import app
+from chord.cli.bench import line
+from chord.errors import ChordError, InputError, UnsupportedError
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+
+
+def run(*arguments: str, fails: type[ChordError] | None = None) -> str:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+    if fails is not None:
+        assert isinstance(result.exception, fails), result.output
+        return str(result.exception)
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return result.output
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help")
+    for command in ("demo", "doctor", "compile", "bench", "explain"):
+        assert command in text
+
+
+def test_demo_runs_and_is_correct() -> None:
+    text = run("demo", "--tokens", "16", "--device", "cpu")
+    assert re.search(r"correct: worst token is off by \d\.\de-0\d", text), text
+    assert "safetensors" in text
+    assert len(text.splitlines()) < 12
+
+
+def test_demo_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord.bench import small_layer
+
+    right = small_layer.run_layer
+    monkeypatch.setattr(small_layer, "run_layer", lambda *inputs: right(*inputs) * 1.1)
+    result = CliRunner().invoke(app, ["demo", "--tokens", "4", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "WRONG" in result.output
+
+
+def test_doctor_names_card_versions_cache_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_CACHE_DIR", "/nonexistent/chord")
+    text = run("doctor")
+    for word in ("card", "driver", "torch", "nvrtc", "/nonexistent/chord", "CHORD_JIT"):
+        assert word in text
+
+
+def test_explain_names_choice_alternatives_and_rejections() -> None:
+    text = run("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "320", "--card", "h200")
+    assert text.startswith("h200 E=48 N=4096 K=7168 routed=320")
+    assert "<-" in text
+    assert "can run" in text
+    blackwell = run(
+        "explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "9000", "--card", "b200"
+    )
+    assert "decode" in blackwell.splitlines()[1]
+
+
+def test_explain_refuses_with_the_rule() -> None:
+    text = run("explain", "-e", "8", "--n", "4096", "--k", "100", "-r", "8", "--card", "h200",
+               fails=UnsupportedError)  # fmt: skip
+    assert "K=100" in text
+    text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "rtx",
+               fails=InputError)  # fmt: skip
+    assert "rtx" in text
+
+
+def test_compile_refuses_an_unknown_architecture() -> None:
+    assert "sm_90a" in run("compile", "--arch", "sm_80", fails=InputError)
+
+
+@no_gpu
+def test_bench_without_a_gpu_says_so() -> None:
+    assert "PyTorch sees none" in run("bench", "-s", "ep8_decode", fails=UnsupportedError)
+
+
+def test_bench_refuses_an_unknown_suite() -> None:
+    assert "ep8_decode" in run("bench", "-s", "nothing", fails=InputError)
+
+
+def test_a_card_without_a_memory_line_is_refused() -> None:
+    assert machine.memory_model("NVIDIA H200").launch_us == 12.0
+    with pytest.raises(UnsupportedError, match="H100"):
+        machine.memory_model("NVIDIA H100 80GB HBM3")
+
+
+def test_bench_line_has_times_floor_and_peer() -> None:
+    entries = {
+        "chord": records.Entry(190.0, 189.0, 192.0, 1.7e-3, "decode", 12.0),
+        "humming": records.Entry(228.0, 227.0, 230.0, 1.7e-3, ""),
+    }
+    row = records.Row(
+        "gate_up", 20, 160, 48, 4096, 7168, 46, 761_000_000, 174.0, "memory", 650.0, entries
+    )
+    text = line("ep8_decode", row)
+    assert "1.09x floor" in text
+    assert "1.20x chord" in text
+    assert "4005 GB/s" in text
+
+
+def test_errors_end_with_their_message_and_exit_code_1() -> None:
+    command = [sys.executable, "-m", "chord", "compile", "--arch", "sm_80"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("InputError: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu() -> None:
+    assert "correct" in run("demo", "--device", "cuda")
