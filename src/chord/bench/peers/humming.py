@@ -84,23 +84,24 @@ class Humming:
             gemm_type="indexed",
             device=device,
         )
+        self.choice = ""
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._locks = torch.zeros(num_sms * _LOCKS_PER_SM, dtype=torch.int32, device=device)
         self._num_experts = checkpoint.num_experts
 
-    def block_m(self, num_routes: int) -> int:
-        """Return the routing block size of humming's own choice for a number of routed rows.
+    def block_shape(self, num_routes: int) -> tuple[int, ...]:
+        """Return humming's own tile for a number of routed rows.
 
         Args:
             num_routes: Routed rows R.
 
         Returns:
-            Rows a block; 64 where no entry matches, as vLLM does.
+            Rows, features and K of a tile; rows alone, 64, where no entry matches, as in vLLM.
         """
         for low, high, config in self._tuning:
             if low < num_routes <= high:
-                return int(config["block_shape"][0])
-        return 64
+                return tuple(config["block_shape"])
+        return (64,)
 
     def prepare_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, top_k: int, out: torch.Tensor
@@ -119,9 +120,9 @@ class Humming:
         from humming.forward import humming_forward
 
         num_routes = topk_ids.numel()
-        aligned = routing.align(
-            topk_ids, num_experts=self._num_experts, block_m=self.block_m(num_routes)
-        )
+        block_shape = self.block_shape(num_routes)
+        self.choice = f"block_shape {block_shape}"
+        aligned = routing.align(topk_ids, num_experts=self._num_experts, block_m=block_shape[0])
         compute = json.dumps(
             {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
         )
