@@ -1,0 +1,40 @@
+// Rows named by index: the buffers of vLLM's moe_align_block_size. Items are routing blocks.
+#pragma once
+
+#include <chord/kernels/common/math.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+
+namespace chord {
+
+struct Indexed {
+  struct Params {
+    const int* row_ids;          // route of each sorted position; padding holds num_routes or more
+    const int* expert_ids;       // expert of each block, -1 for a block of another rank
+    const int* num_rows_padded;  // sorted positions in use, a multiple of block_m
+    int num_routes;              // rows of the output
+    int top_k;                   // routes that share a row of x
+    int block_m;
+    int num_blocks;  // blocks that expert_ids has room for
+  };
+
+  const Params& p;
+
+  // Known to the host; items from num_items() on do not exist.
+  int max_items() const { return p.num_blocks; }
+  int num_items() const {
+    return min_of(ptx::load_global(p.num_rows_padded) / p.block_m, p.num_blocks);
+  }
+  int expert(int item) const { return ptx::load_global(p.expert_ids + item); }
+  int row_begin(int item) const { return item * p.block_m; }
+  int row_end(int item) const { return (item + 1) * p.block_m; }
+
+  // Row of the output that sorted position `position` stands for, -1 for padding.
+  int output_row(int position) const {
+    const int route = ptx::load_global(p.row_ids + position);
+    return static_cast<unsigned>(route) < static_cast<unsigned>(p.num_routes) ? route : -1;
+  }
+  int input_row(int output_row) const { return output_row / p.top_k; }
+};
+static_assert(sizeof(Indexed::Params) == 40, "Indexed::Params must match jit/launch.py");
+
+}  // namespace chord

@@ -1,0 +1,69 @@
+// The compile-time choices of the two kernels and the sizes that follow from them. plan/config.py is
+// the host's half; a rendered unit asserts that both agree.
+#pragma once
+
+#include <chord/kernels/common/math.cuh>
+#include <chord/kernels/weight_layout.cuh>
+
+namespace chord {
+
+// Runs of one expert that a launch can hold: at least the number of local experts with rows.
+inline constexpr int kMaxSegments = 512;
+inline constexpr int kSegmentTableBytes = 3 * kMaxSegments * 4 + 16;
+inline constexpr int kScheduleScratchBytes = 256;
+inline constexpr int kBarrierBytes = 256;
+
+// Both kernels: eight warps multiply, each 32 features wide, so a tile has 256 features.
+inline constexpr int kWarpFeatures = 32;
+// Transposing buffer of the epilogue: 8 tokens x 32 features, rows of 64 + 16 bytes so that eight
+// rows lie in different banks; two, so that one store may still be read.
+inline constexpr int kStoreRowBytes = 2 * kWarpFeatures + 16;
+inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;
+inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;
+
+struct DecodeConfig {
+  int max_tokens;  // rows of one expert that share one pass over its weights
+  int warps;       // multiplying warps; one more warp loads
+  int block_k;     // K of a pipeline stage
+  int stages;
+
+  constexpr int tile_features() const { return warps * kWarpFeatures; }
+  constexpr int stripes() const { return tile_features() / kUnitFeatures; }
+  constexpr int units() const { return block_k / kUnitK; }
+  constexpr int threads() const { return 32 * (warps + 1); }
+  // Rows of x are 16 bytes longer than their data: eight rows lie in different banks for ldmatrix.
+  constexpr int x_row_bytes() const { return 2 * block_k + 16; }
+  constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
+  constexpr int x_stage_bytes() const { return max_tokens * x_row_bytes(); }
+  constexpr int stage_bytes() const { return weight_stage_bytes() + x_stage_bytes(); }
+  constexpr int smem_bytes() const {
+    return stages * stage_bytes() + warps * kStoreBytesPerWarp + kSegmentTableBytes +
+           kScheduleScratchBytes + kBarrierBytes;
+  }
+  constexpr int partial_floats() const { return tile_features() * max_tokens; }
+};
+
+struct PrefillConfig {
+  int block_m;     // most tokens of a tile
+  int min_width;   // a tile is multiplied at the smallest of the widths min_width,
+  int width_step;  // min_width + width_step, ..., block_m that holds its rows
+  int block_k;     // K of a pipeline stage
+  int stages;
+
+  constexpr int warps() const { return 8; }
+  constexpr int tile_features() const { return warps() * kWarpFeatures; }
+  constexpr int stripes() const { return tile_features() / kUnitFeatures; }
+  constexpr int units() const { return block_k / kUnitK; }
+  constexpr int threads() const { return 32 * warps() + 128; }
+  constexpr int x_unit_bytes() const { return block_m * 2 * kUnitK; }
+  constexpr int x_stage_bytes() const { return units() * x_unit_bytes(); }
+  constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
+  constexpr int stage_bytes() const { return x_stage_bytes() + weight_stage_bytes(); }
+  constexpr int row_table_bytes() const { return 4 * block_m; }
+  constexpr int smem_bytes() const {
+    return stages * stage_bytes() + warps() * kStoreBytesPerWarp + row_table_bytes() +
+           kSegmentTableBytes + kScheduleScratchBytes + kBarrierBytes;
+  }
+};
+
+}  // namespace chord

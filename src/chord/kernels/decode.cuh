@@ -1,0 +1,370 @@
+// Few rows an expert: streams the packed weights once at memory speed and multiplies with mma.sync.
+//
+// Roles      kConfig.warps multiplying warps, 32 features each; one loading warp.
+// Ring       full[s]: 1 arrival by the loader's lane 0 + the bytes of weights and rows of x.
+//            empty[s]: kConfig.warps arrivals, one a warp.
+// Work       chunks of 256 features x block_k, numbered row tile > feature tile > K and dealt out in
+//            equal runs, one a block (stream-K): no block waits for a last wave. A tile that two or
+//            more blocks share is finished by the block that has its first chunk; the others work on
+//            theirs first of all and leave partial sums in `partial`, so the finisher, which comes
+//            to it last of all, finds them. It adds them in the order of K: same bits every run.
+// Timeline   loader: wait empty | announce bytes | bulk copies of weights, one a row of x
+//            warps:  wait full | dequantise, multiply | arrive empty | after a tile: store or leave
+#pragma once
+
+#include <chord/kernels/addressing/indexed.cuh>
+#include <chord/kernels/config.cuh>
+#include <chord/kernels/dequant/int4.cuh>
+#include <chord/kernels/epilogue.cuh>
+#include <chord/kernels/params.cuh>
+#include <chord/kernels/pipeline.cuh>
+#include <chord/kernels/ptx/copy.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+#include <chord/kernels/ptx/mbarrier.cuh>
+#include <chord/kernels/ptx/mma.cuh>
+#include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/schedule.cuh>
+#include <chord/kernels/weight_layout.cuh>
+
+namespace chord {
+
+template <DecodeConfig kConfig, class Addressing>
+class Decode {
+  static_assert(kConfig.max_tokens % 8 == 0 && kConfig.max_tokens <= 64,
+                "max_tokens must be a multiple of 8 (one mma) and at most 64 (two rows a lane)");
+  static_assert(kConfig.warps % 2 == 0, "warps must be even: two of them share a 64-feature unit");
+  static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
+  static_assert(kConfig.stages >= 2, "stages must be at least 2: one loads while one is multiplied");
+  static_assert(20 * kConfig.stages <= kBarrierBytes, "barriers and notes of the ring must fit");
+
+  static constexpr int kRowsPerLane = ceil_div(kConfig.max_tokens, 32);
+
+  struct Smem {
+    SmemAddress weight = ptx::dynamic_smem();
+    SmemAddress x = weight + kConfig.stages * kConfig.weight_stage_bytes();
+    SmemAddress store = x + kConfig.stages * kConfig.x_stage_bytes();
+    SmemAddress table = store + kConfig.warps * kStoreBytesPerWarp;
+    SmemAddress scratch = table + kSegmentTableBytes;
+    SmemAddress barriers = scratch + kScheduleScratchBytes;
+  };
+
+  // Where a role stands in the block's run of chunks.
+  struct Cursor {
+    int row_tile;
+    int feature_tile;
+    int k_chunk;
+  };
+
+  // Rows of one tile as the lanes hold them: token lane + 32 i in output_row[i], -1 for none.
+  struct Rows {
+    int expert;
+    int output_row[kRowsPerLane];
+    int width;  // tokens to multiply: a multiple of 8
+  };
+
+ public:
+  explicit Decode(const Params<Addressing>& params)
+      : p(params.gemm), addressing{params.addressing} {}
+
+  void run() {
+    if (ptx::thread_idx() == 0) ring.init(1, kConfig.warps);
+    // Rows of x that no copy writes are multiplied too (their sums are dropped): they must not hold
+    // what other kernels left.
+    constexpr int kZeroBytes = kConfig.stages * kConfig.x_stage_bytes();
+    for (int at = 16 * ptx::thread_idx(); at < kZeroBytes; at += 16 * kConfig.threads()) {
+      ptx::store_shared_x4(smem.x + at, {0, 0, 0, 0});
+    }
+    ptx::fence_proxy_async();
+    build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.max_tokens);
+    total_chunks = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_chunks();
+    const i64 begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
+    if (begin == end) return;
+    if (warp == kConfig.warps) {
+      load(begin, end);
+    } else {
+      multiply(begin, end);
+    }
+  }
+
+ private:
+  // Sizes of the padded weight. Shifts of kernel parameters: cheaper to repeat than to keep.
+  int k_units() const { return ceil_div(p.k, kUnitK); }
+  int k_chunks() const { return ceil_div(k_units(), kConfig.units()); }
+  int stripes() const { return ceil_div(p.n, kUnitFeatures); }
+  int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
+
+  // First chunk of block `block`; blocks differ by at most one chunk.
+  i64 first_chunk(int block) const { return total_chunks * block / ptx::grid_dim(); }
+
+  Cursor cursor_at(i64 chunk) const {
+    const int tile = static_cast<int>(chunk / k_chunks());
+    return {tile / feature_tiles(), tile % feature_tiles(), static_cast<int>(chunk % k_chunks())};
+  }
+
+  // Moves on by one chunk; true when that begins another row tile.
+  bool advance(Cursor& at) const {
+    if (++at.k_chunk < k_chunks()) return false;
+    at.k_chunk = 0;
+    if (++at.feature_tile < feature_tiles()) return false;
+    at.feature_tile = 0;
+    ++at.row_tile;
+    return true;
+  }
+
+  int chunk_units(int k_chunk) const {
+    return min_of(kConfig.units(), k_units() - k_chunk * kConfig.units());
+  }
+
+  Rows load_rows(int row_tile) const {
+    const Segment segment = table.find(row_tile);
+    const int rows_per_tile = segment.rows_per_tile();
+    const int begin = segment.row_begin + (row_tile - segment.first_tile) * rows_per_tile;
+    const int end = min_of(begin + rows_per_tile, segment.row_end);
+    Rows rows;
+    rows.expert = segment.expert;
+    int used = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int position = begin + lane + 32 * i;
+      rows.output_row[i] = position < end ? addressing.output_row(position) : -1;
+      const u32 valid = ptx::ballot(rows.output_row[i] >= 0);
+      if (valid != 0) used = 32 * i + ptx::highest_bit(valid) + 1;
+    }
+    rows.width = round_up(used, 8);
+    return rows;
+  }
+
+  // ---- Loading warp.
+  void load(i64 begin, i64 end) {
+    RingPosition<kConfig.stages> at;
+    Cursor cursor = cursor_at(begin);
+    Rows rows = load_rows(cursor.row_tile);
+    for (i64 chunk = begin; chunk < end; ++chunk) {
+      load_stage(at, cursor, rows);
+      at.advance();
+      if (advance(cursor) && chunk + 1 < end) rows = load_rows(cursor.row_tile);
+    }
+  }
+
+  void load_stage(RingPosition<kConfig.stages> at, const Cursor& cursor, const Rows& rows) {
+    const int units = chunk_units(cursor.k_chunk);
+    const int first_stripe = cursor.feature_tile * kConfig.stripes();
+    const int tile_stripes = min_of(kConfig.stripes(), stripes() - first_stripe);
+    const int first_k = cursor.k_chunk * kConfig.block_k;
+    const int x_bytes = 2 * min_of(kConfig.block_k, p.k - first_k);
+    int num_rows = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      num_rows += ptx::count_bits(ptx::ballot(rows.output_row[i] >= 0));
+    }
+    ring.wait_empty(at);
+    const SmemAddress full = ring.full(at.stage);
+    if (lane == 0) {
+      ptx::store_shared(ring.note(at.stage), rows.width);
+      ptx::mbarrier_arrive_expect_bytes(
+          full, tile_stripes * units * kUnitBytes + num_rows * x_bytes);
+    }
+    ptx::sync_warp();
+    if (lane < tile_stripes) {
+      const i64 source = unit_offset(rows.expert, first_stripe + lane,
+                                     cursor.k_chunk * kConfig.units(), stripes(), k_units());
+      ptx::bulk_load_stream(weight_stage(at.stage) + lane * kConfig.units() * kUnitBytes,
+                            static_cast<const char*>(p.weight) + source, units * kUnitBytes, full);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      if (rows.output_row[i] < 0) continue;
+      const i64 source = static_cast<i64>(addressing.input_row(rows.output_row[i])) * p.k + first_k;
+      ptx::bulk_load(x_stage(at.stage) + (lane + 32 * i) * kConfig.x_row_bytes(),
+                     static_cast<const char*>(p.x) + 2 * source, x_bytes, full);
+    }
+  }
+
+  // ---- Multiplying warps.
+  void multiply(i64 begin, i64 end) {
+    RingPosition<kConfig.stages> at;
+    i64 chunk = begin;
+    while (chunk < end) {
+      const Cursor cursor = cursor_at(chunk);
+      const int chunks = static_cast<int>(min(end - chunk, i64{k_chunks() - cursor.k_chunk}));
+      ring.wait_full(at);
+      const int width = ptx::load_shared(ring.note(at.stage));
+      with_width<kConfig.max_tokens>(
+          width, [&]<int kWidth>() { multiply_tile<kWidth>(at, cursor, chunks, chunk); });
+      chunk += chunks;
+    }
+  }
+
+  static constexpr i64 min(i64 a, i64 b) { return a < b ? a : b; }
+
+  // Calls `body` with the tile's width as a constant.
+  template <int kWidth, class Body>
+  static void with_width(int width, Body&& body) {
+    if constexpr (kWidth > 8) {
+      if (width < kWidth) return with_width<kWidth - 8>(width, body);
+    }
+    body.template operator()<kWidth>();
+  }
+
+  // Chunks [chunk, chunk + chunks) of one tile, from `cursor` on.
+  template <int kWidth>
+  void multiply_tile(RingPosition<kConfig.stages>& at, const Cursor& cursor, int chunks,
+                     i64 chunk) {
+    constexpr int kEights = kWidth / 8;
+    float sums[2][kEights][4] = {};
+    for (int i = 0; i < chunks; ++i) {
+      ring.wait_full(at);
+      multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i);
+      ptx::sync_warp();
+      if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+      at.advance();
+    }
+    if (cursor.k_chunk > 0) {
+      leave_partial<kEights>(sums);
+      return;
+    }
+    const Rows rows = load_rows(cursor.row_tile);
+    if (chunks < k_chunks()) add_partials<kEights>(sums, chunk + k_chunks());
+    store_tile<kEights>(sums, rows, cursor.feature_tile);
+  }
+
+  template <int kEights>
+  void multiply_stage(float (&sums)[2][kEights][4], int stage, int k_chunk) {
+    const int units = chunk_units(k_chunk);
+    const int groups = min_of(2 * kConfig.units(),
+                              ceil_div(p.k - k_chunk * kConfig.block_k, kGroupK));
+    const SmemAddress unit_base =
+        weight_stage(stage) + (warp / 2) * kConfig.units() * kUnitBytes;
+    const int row_tile = 2 * (warp % 2);
+    // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
+    const SmemAddress x_base =
+        x_stage(stage) + (lane % 8) * kConfig.x_row_bytes() + (lane / 8) * 16;
+    // Two units in flight hide ldmatrix latency; from 40 tokens on they would spill.
+#pragma unroll (kEights > 4 ? 1 : 2)
+    for (int unit = 0; unit < units; ++unit) {
+      const SmemAddress source = unit_base + unit * kUnitBytes;
+      u32 codes[2][4];
+      u32 scales[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const U32x4 words = ptx::load_shared_x4(source + code_offset(row_tile + i, lane));
+        const U32x2 pairs = ptx::load_shared_x2(source + scale_offset(row_tile + i, lane));
+        codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
+        scales[i][0] = pairs.x, scales[i][1] = pairs.y;
+      }
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        // K mod 64 = 32: the second group of the last unit has no activations.
+        if (group == 1 && 2 * unit + 1 >= groups) break;
+        multiply_group<kEights>(sums, codes, scales, group,
+                                x_base + (2 * unit + group) * 2 * kGroupK);
+      }
+    }
+  }
+
+  template <int kEights>
+  void multiply_group(float (&sums)[2][kEights][4], const u32 (&codes)[2][4],
+                      const u32 (&scales)[2][2], int group, SmemAddress x) {
+    u32 a[2][2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const GroupScale scale = prepare_scale(scales[i][group]);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        dequantize(a[i][step], codes[i][2 * group + step], scale);
+      }
+    }
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      u32 b[4];
+      ptx::load_matrix_x4(b, x + eight * 8 * kConfig.x_row_bytes());
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_m16n8k16(sums[i][eight], a[i][step], b[2 * step], b[2 * step + 1]);
+        }
+      }
+    }
+  }
+
+  // A warp's 16 bytes a lane at (block, i, eight) of the partial sums.
+  F32x4* partial_at(int block, int i, int eight) const {
+    const i64 row = (static_cast<i64>(block) * kConfig.warps + warp) * 2 + i;
+    return reinterpret_cast<F32x4*>(p.partial) + (row * (kConfig.max_tokens / 8) + eight) * 32 +
+           lane;
+  }
+  u32* flag_at(int block) const { return p.flags + block * kConfig.warps + warp; }
+
+  template <int kEights>
+  void leave_partial(const float (&sums)[2][kEights][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int eight = 0; eight < kEights; ++eight) {
+        const float(&s)[4] = sums[i][eight];
+        ptx::store_partial(partial_at(ptx::block_idx(), i, eight), {s[0], s[1], s[2], s[3]});
+      }
+    }
+    ptx::sync_warp();
+    if (lane == 0) ptx::store_release(flag_at(ptx::block_idx()), 1);
+  }
+
+  // Adds what the next blocks have left of the tile whose last chunk is before `tile_end`.
+  template <int kEights>
+  void add_partials(float (&sums)[2][kEights][4], i64 tile_end) {
+    for (int block = ptx::block_idx() + 1; first_chunk(block) < tile_end; ++block) {
+      if (first_chunk(block + 1) == first_chunk(block)) continue;
+      if (lane == 0) {
+        while (ptx::load_acquire(flag_at(block)) == 0) {
+        }
+        ptx::store_release(flag_at(block), 0);  // ready for the next launch
+      }
+      ptx::sync_warp();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int eight = 0; eight < kEights; ++eight) {
+          const F32x4 s = ptx::load_partial(partial_at(block, i, eight));
+          sums[i][eight][0] += s.x, sums[i][eight][1] += s.y;
+          sums[i][eight][2] += s.z, sums[i][eight][3] += s.w;
+        }
+      }
+    }
+  }
+
+  template <int kEights>
+  void store_tile(const float (&sums)[2][kEights][4], const Rows& rows, int feature_tile) {
+    const int first_feature = feature_tile * kConfig.tile_features() + warp * kWarpFeatures;
+    const SmemAddress buffers = smem.store + warp * kStoreBytesPerWarp;
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      const int row = ptx::shuffle(rows.output_row[eight / 4], 8 * (eight % 4) + lane / 4);
+      store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
+                         p.out, row, first_feature, p.n);
+    }
+    // The next tile begins with the first buffer again.
+    ptx::sync_warp();
+  }
+
+  SmemAddress weight_stage(int stage) const {
+    return smem.weight + stage * kConfig.weight_stage_bytes();
+  }
+  SmemAddress x_stage(int stage) const { return smem.x + stage * kConfig.x_stage_bytes(); }
+
+  const GemmParams& p;
+  const Addressing addressing;
+  const Smem smem;
+  const Ring<kConfig.stages> ring{smem.barriers};
+  const int warp = ptx::thread_idx() / 32;
+  const int lane = ptx::thread_idx() % 32;
+  const SegmentTable table{smem.table};
+  i64 total_chunks = 0;
+};
+
+template <DecodeConfig kConfig, class Addressing>
+void decode(const Params<Addressing>& p) {
+  Decode<kConfig, Addressing>(p).run();
+}
+
+}  // namespace chord

@@ -1,0 +1,28 @@
+// What a launch passes to a kernel: one struct by value. The host mirrors it (jit/launch.py) and the
+// rendered unit asserts the size.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+namespace chord {
+
+struct GemmParams {
+  const void* x;       // BF16 activations, rows of k elements
+  const void* weight;  // packed units (weight_layout.cuh)
+  void* out;           // BF16 result, rows of n elements
+  float* partial;      // decode: partial sums of split tiles; belongs to the stream
+  u32* flags;          // decode: one a block and warp, zero between launches
+  int num_experts;
+  int n;
+  int k;
+  int reserved;
+};
+static_assert(sizeof(GemmParams) == 56, "GemmParams must match jit/launch.py");
+
+template <class Addressing>
+struct Params {
+  GemmParams gemm;
+  typename Addressing::Params addressing;
+};
+
+}  // namespace chord

@@ -1,0 +1,326 @@
+// Many rows an expert: dequantised weights in registers are operand A of wgmma, rows of x in shared
+// memory operand B. Hopper only (sm_90a).
+//
+// Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are dealt
+//            out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
+// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 1 arrival + the bytes of
+//            the weights. empty[s]: 8 arrivals, one a multiplying warp.
+// Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
+//            feature tile > row tile, so that neighbours in time share weights; dealt out round robin.
+//            A tile's own width (its valid rows) picks the instruction, so padding costs nothing.
+// Timeline   loader: wait empty | bulk copies of weights, gather of x with cp.async (swizzled)
+//            groups: wait full | dequantise step i + 1 while the tensor cores run step i | release the
+//            stage before | after a tile: store
+#pragma once
+
+#include <chord/kernels/addressing/indexed.cuh>
+#include <chord/kernels/config.cuh>
+#include <chord/kernels/dequant/int4.cuh>
+#include <chord/kernels/epilogue.cuh>
+#include <chord/kernels/params.cuh>
+#include <chord/kernels/pipeline.cuh>
+#include <chord/kernels/ptx/copy.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+#include <chord/kernels/ptx/mbarrier.cuh>
+#include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/ptx/wgmma.cuh>
+#include <chord/kernels/schedule.cuh>
+#include <chord/kernels/smem_descriptor.cuh>
+#include <chord/kernels/weight_layout.cuh>
+
+namespace chord {
+
+template <PrefillConfig kConfig, class Addressing>
+class Prefill {
+  static_assert(kConfig.width_step == 8 || kConfig.width_step == 16,
+                "width_step must be 8 or 16: the steps of wgmma's token width that pay");
+  static_assert(kConfig.block_m % 8 == 0 && kConfig.block_m <= 128,
+                "block_m must be a multiple of 8 and at most 128: two accumulators of block_m / 2 "
+                "registers each have to fit beside the fragments");
+  static_assert(kConfig.min_width % 8 == 0 && kConfig.min_width <= kConfig.block_m &&
+                    (kConfig.block_m - kConfig.min_width) % kConfig.width_step == 0,
+                "widths go from min_width to block_m in steps of width_step");
+  static_assert((kConfig.block_m - kConfig.min_width) / kConfig.width_step < 12,
+                "at most 12 widths: ptxas runs out of registers across more and serialises wgmma");
+  static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
+  static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
+                "stages must keep the 1,024-byte alignment of the swizzled tiles");
+  static_assert(20 * kConfig.stages <= kBarrierBytes, "barriers and notes of the ring must fit");
+
+  static constexpr int kLoaders = 128;
+  // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
+  static constexpr int kRowsPerPass = kLoaders / 8;
+  static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
+  static constexpr int kLoaderBarrier = 1;
+  static constexpr int kLoaderRegisters = 48;
+  static constexpr int kMultiplierRegisters = 232;
+
+  struct Smem {
+    SmemAddress x = ptx::dynamic_smem();
+    SmemAddress weight = x + kConfig.stages * kConfig.x_stage_bytes();
+    SmemAddress store = weight + kConfig.stages * kConfig.weight_stage_bytes();
+    SmemAddress rows = store + kConfig.warps() * kStoreBytesPerWarp;
+    SmemAddress table = rows + kConfig.row_table_bytes();
+    SmemAddress scratch = table + kSegmentTableBytes;
+    SmemAddress barriers = scratch + kScheduleScratchBytes;
+  };
+
+  struct Tile {
+    int expert;
+    int feature_tile;
+    int row_begin;
+    int row_end;
+  };
+
+ public:
+  explicit Prefill(const Params<Addressing>& params)
+      : p(params.gemm), addressing{params.addressing} {}
+
+  void run() {
+    if (ptx::thread_idx() == 0) ring.init(kLoaders + 1, kConfig.warps());
+    build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.block_m);
+    if (ptx::thread_idx() >= 32 * kConfig.warps()) {
+      ptx::lower_registers<kLoaderRegisters>();
+      load();
+    } else {
+      ptx::raise_registers<kMultiplierRegisters>();
+      multiply();
+    }
+  }
+
+ private:
+  // Within the role: the loading warpgroup counts from 0 too.
+  int warp() const { return thread / 32; }
+  int lane() const { return thread % 32; }
+
+  // Sizes of the padded weight. Shifts of kernel parameters: cheaper to repeat than to keep.
+  int k_units() const { return ceil_div(p.k, kUnitK); }
+  int k_stages() const { return ceil_div(k_units(), kConfig.units()); }
+  int stripes() const { return ceil_div(p.n, kUnitFeatures); }
+  int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
+
+  // Calls `visit` with each of this block's tiles, in order.
+  template <class Visit>
+  void for_each_tile(Visit&& visit) const {
+    const int num_tiles = table.num_tiles() * feature_tiles();
+    for (int index = ptx::block_idx(); index < num_tiles; index += ptx::grid_dim()) {
+      // The tiles of a segment are feature_tiles() times its row tiles, so a row tile's number divides
+      // out the features wherever it stands in the segment.
+      const Segment segment = table.find(index / feature_tiles());
+      const int inside = index - segment.first_tile * feature_tiles();
+      const int rows_per_tile = segment.rows_per_tile();
+      const int row_tile = inside % segment.num_tiles;
+      const int begin = segment.row_begin + row_tile * rows_per_tile;
+      visit(Tile{.expert = segment.expert,
+                 .feature_tile = inside / segment.num_tiles,
+                 .row_begin = begin,
+                 .row_end = min_of(begin + rows_per_tile, segment.row_end)});
+    }
+  }
+
+  int stage_units(int k_stage) const {
+    return min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
+  }
+
+  // ---- Loading warpgroup.
+  void load() {
+    thread = ptx::thread_idx() - 32 * kConfig.warps();
+    RingPosition<kConfig.stages> at;
+    for_each_tile([&](const Tile& tile) {
+      const int width = write_row_table(tile);
+      for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
+        ring.wait_empty(at);
+        if (thread < 32) load_weights(at.stage, tile, k_stage, width);
+        load_x(at.stage, k_stage, width);
+        ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+        at.advance();
+      }
+    });
+  }
+
+  // Writes the row of x of each of the tile's tokens (-1 for none) to shared memory: registers are
+  // what the loaders have least of. Returns the tokens to multiply: up to the last valid one.
+  int write_row_table(const Tile& tile) const {
+    ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been read
+    if (thread < kConfig.block_m) {
+      const int position = tile.row_begin + thread;
+      const int row = position < tile.row_end ? addressing.output_row(position) : -1;
+      ptx::store_shared(smem.rows + 4 * thread, row < 0 ? -1 : addressing.input_row(row));
+    }
+    ptx::sync_named(kLoaderBarrier, kLoaders);
+    int used = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int token = lane() + 32 * i;
+      const bool valid =
+          token < kConfig.block_m && static_cast<int>(ptx::load_shared(smem.rows + 4 * token)) >= 0;
+      const u32 mask = ptx::ballot(valid);
+      if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
+    }
+    return max_of(round_up(used, 8), kConfig.min_width);
+  }
+
+  void load_weights(int stage, const Tile& tile, int k_stage, int width) {
+    const int units = stage_units(k_stage);
+    const int first_stripe = tile.feature_tile * kConfig.stripes();
+    const int tile_stripes = min_of(kConfig.stripes(), stripes() - first_stripe);
+    if (lane() == 0) {
+      ptx::store_shared(ring.note(stage), width);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), tile_stripes * units * kUnitBytes);
+    }
+    ptx::sync_warp();
+    if (lane() < tile_stripes) {
+      const i64 source = unit_offset(tile.expert, first_stripe + lane(), k_stage * kConfig.units(),
+                                     stripes(), k_units());
+      ptx::bulk_load_stream(weight_stage(stage) + lane() * kConfig.units() * kUnitBytes,
+                            static_cast<const char*>(p.weight) + source, units * kUnitBytes,
+                            ring.full(stage));
+    }
+  }
+
+  void load_x(int stage, int k_stage, int width) {
+    const int units = stage_units(k_stage);
+    const int chunk = thread % 8;
+    for (int unit = 0; unit < units; ++unit) {
+      const int k = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk;
+      const SmemAddress tile = x_stage(stage) + unit * kConfig.x_unit_bytes();
+#pragma unroll 4
+      for (int row = thread / 8; row < width; row += kRowsPerPass) {
+        const int input_row = ptx::load_shared(smem.rows + 4 * row);
+        const bool valid = input_row >= 0 && k < p.k;
+        const i64 source = valid ? static_cast<i64>(input_row) * p.k + k : 0;
+        ptx::cp_async_or_zero(tile + x_tile_offset(row, chunk),
+                              static_cast<const char*>(p.x) + 2 * source, valid);
+      }
+    }
+  }
+
+  // ---- Multiplying warpgroups.
+  void multiply() {
+    thread = ptx::thread_idx();
+    RingPosition<kConfig.stages> at;
+    for_each_tile([&](const Tile& tile) {
+      // Lane-dependent addresses are worked out once a tile; hoisted above the widths, each width's
+      // copies would stay live and spill.
+      thread = ptx::opaque(thread);
+      ring.wait_full(at);
+      const int width = ptx::load_shared(ring.note(at.stage));
+      with_width<kConfig.block_m>(width, [&]<int kWidth>() { multiply_tile<kWidth>(at, tile); });
+    });
+  }
+
+  // Calls `body` with the tile's width as a constant.
+  template <int kWidth, class Body>
+  static void with_width(int width, Body&& body) {
+    if constexpr (kWidth > kConfig.min_width) {
+      if (width <= kWidth - kConfig.width_step) {
+        return with_width<kWidth - kConfig.width_step>(width, body);
+      }
+    }
+    body.template operator()<kWidth>();
+  }
+
+  template <int kWidth>
+  void multiply_tile(RingPosition<kConfig.stages>& at, const Tile& tile) {
+    // Cleared here, not by a first wgmma that overwrites: an accumulator without a first value counts
+    // as live in all widths at once, and ptxas spills thousands of bytes.
+    float sums[2][kWidth / 8][4] = {};
+    int output_row[kRowsPerLane];
+    int previous_stage = -1;
+    for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
+      ring.wait_full(at);
+      // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
+      ptx::fence_proxy_async();
+      const int units = stage_units(k_stage);
+      for (int unit = 0; unit < units; ++unit) {
+        multiply_unit<kWidth>(sums, at.stage, unit, previous_stage);
+        previous_stage = -1;
+      }
+      previous_stage = at.stage;
+      at.advance();
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int position = tile.row_begin + lane() + 32 * i;
+      output_row[i] = position < tile.row_end ? addressing.output_row(position) : -1;
+    }
+    ptx::wgmma_wait<0>();
+    release(previous_stage);
+    store_tile<kWidth>(sums, output_row, tile.feature_tile);
+  }
+
+  // Four k16 steps. At most one wgmma group is in flight while the next step is dequantised; when
+  // the first step has been issued, the stage before is no longer read and is released.
+  template <int kWidth>
+  void multiply_unit(float (&sums)[2][kWidth / 8][4], int stage, int unit,
+                     int previous_stage) {
+    // Warp w of the group owns row tiles 2 w and 2 w + 1 of its 128 features.
+    const SmemAddress source = weight_stage(stage) + (warp() / 2) * kConfig.units() * kUnitBytes +
+                               unit * kUnitBytes;
+    const int row_tile = 2 * (warp() % 2);
+    u32 codes[2][4];
+    GroupScale scales[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const U32x4 words = ptx::load_shared_x4(source + code_offset(row_tile + i, lane()));
+      const U32x2 pairs = ptx::load_shared_x2(source + scale_offset(row_tile + i, lane()));
+      codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
+      scales[i][0] = prepare_scale(pairs.x), scales[i][1] = prepare_scale(pairs.y);
+    }
+    const u64 x = x_tile_descriptor(x_stage(stage) + unit * kConfig.x_unit_bytes());
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      u32 a[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) dequantize(a[i], codes[i][step], scales[i][step / 2]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        ptx::wgmma_m64k16(sums[i], a[i], advance_k16(x, step));
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      if (step == 0) release(previous_stage);
+    }
+  }
+
+  void release(int stage) {
+    if (stage < 0) return;
+    ptx::sync_warp();
+    if (lane() == 0) ptx::mbarrier_arrive(ring.empty(stage));
+  }
+
+  template <int kWidth>
+  void store_tile(const float (&sums)[2][kWidth / 8][4], const int (&output_row)[kRowsPerLane],
+                  int feature_tile) {
+    const int first_feature = feature_tile * kConfig.tile_features() + warp() * kWarpFeatures;
+    const SmemAddress buffers = smem.store + warp() * kStoreBytesPerWarp;
+#pragma unroll
+    for (int eight = 0; eight < kWidth / 8; ++eight) {
+      const int row = ptx::shuffle(output_row[eight / 4], 8 * (eight % 4) + lane() / 4);
+      store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
+                         p.out, row, first_feature, p.n);
+    }
+    // The next tile begins with the first buffer again.
+    ptx::sync_warp();
+  }
+
+  SmemAddress weight_stage(int stage) const {
+    return smem.weight + stage * kConfig.weight_stage_bytes();
+  }
+  SmemAddress x_stage(int stage) const { return smem.x + stage * kConfig.x_stage_bytes(); }
+
+  const GemmParams& p;
+  const Addressing addressing;
+  const Smem smem;
+  const Ring<kConfig.stages> ring{smem.barriers};
+  int thread = 0;
+  const SegmentTable table{smem.table};
+};
+
+template <PrefillConfig kConfig, class Addressing>
+void prefill(const Params<Addressing>& p) {
+  Prefill<kConfig, Addressing>(p).run();
+}
+
+}  // namespace chord

@@ -1,0 +1,40 @@
+// Asynchronous copies from global to shared memory.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+namespace chord::ptx {
+
+// Bulk copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) for data that is read
+// once: weights leave L2 first. Completion is counted in bytes on `barrier`.
+__forceinline__ void bulk_load_stream(SmemAddress target, const void* source, int bytes,
+                                      SmemAddress barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], policy;\n"
+      "}\n" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// The same for data that other blocks read too: activations stay in L2.
+__forceinline__ void bulk_load(SmemAddress target, const void* source, int bytes,
+                               SmemAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Copies 16 bytes through L2; with `valid` false it reads nothing and writes 16 zero bytes.
+__forceinline__ void cp_async_or_zero(SmemAddress target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+}  // namespace chord::ptx

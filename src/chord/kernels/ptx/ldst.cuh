@@ -1,0 +1,115 @@
+// Loads and stores of shared and global memory, and the matrix forms of the shared ones.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+namespace chord::ptx {
+
+extern "C" {
+extern __shared__ __align__(1024) unsigned char chord_dynamic_smem[];
+}
+
+// Address of the first byte of the block's dynamic shared memory (aligned to 1,024 bytes). A plain
+// move: the generic conversion adds the block's rank in its cluster at run time.
+__forceinline__ SmemAddress dynamic_smem() {
+  SmemAddress address;
+  asm("mov.u32 %0, chord_dynamic_smem;" : "=r"(address) : "l"(&chord_dynamic_smem));
+  return address;
+}
+
+__forceinline__ u32 load_shared(SmemAddress address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__forceinline__ U32x2 load_shared_x2(SmemAddress address) {
+  U32x2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__forceinline__ U32x4 load_shared_x4(SmemAddress address) {
+  U32x4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__forceinline__ void store_shared(SmemAddress address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__forceinline__ void store_shared_x4(SmemAddress address, U32x4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 pass the row addresses of matrix i.
+// Lane l receives elements (row l / 4, columns 2 (l % 4) and + 1) of matrix i in register i.
+__forceinline__ void load_matrix_x4(u32 (&r)[4], SmemAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The reverse with a transposition: lane l holds elements (row l / 4, columns 2 (l % 4) and + 1) of
+// matrix i in register i; column c of matrix i becomes the 16 bytes at the address of lane 8 i + c.
+__forceinline__ void store_matrix_x4_transposed(SmemAddress row, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Global loads of values that no one writes during the launch.
+__forceinline__ int load_global(const int* address) {
+  int value;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+
+__forceinline__ i64 load_global(const i64* address) {
+  i64 value;
+  asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(value) : "l"(address));
+  return value;
+}
+
+__forceinline__ void store_global_x4(void* address, U32x4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Partial sums that another block reads: through L2, which all blocks share.
+__forceinline__ void store_partial(void* address, F32x4 v) {
+  asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+__forceinline__ F32x4 load_partial(const void* address) {
+  F32x4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+// A flag between blocks: the store releases what the storing warp wrote before (after sync_warp),
+// the load acquires it.
+__forceinline__ void store_release(u32* address, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__forceinline__ u32 load_acquire(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+}  // namespace chord::ptx

@@ -1,0 +1,24 @@
+// The 64-bit name that wgmma takes for a tokens x 64 K tile of BF16 in shared memory: rows of 128
+// bytes, 16-byte chunks of row r exchanged by r mod 8 (128-byte swizzle), tile aligned to 1,024.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+namespace chord {
+
+// PTX ISA, "Matrix descriptor": bits 0-13 address / 16, 32-45 bytes between groups of eight rows
+// / 16, 62-63 swizzle (1 = 128 bytes). The leading offset (16-29) is not used with a swizzle.
+constexpr u64 x_tile_descriptor(SmemAddress tile) {
+  constexpr u64 kSwizzle128 = 1ull << 62;
+  constexpr u64 kRowGroupStride = static_cast<u64>(1024 / 16) << 32;
+  constexpr u64 kLeadingUnused = 1ull << 16;
+  return kSwizzle128 | kRowGroupStride | kLeadingUnused | ((tile & 0x3ffffu) >> 4);
+}
+
+// Where 16-byte chunk `chunk` (0 to 7) of row `row` lies in such a tile.
+constexpr int x_tile_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// Moves a descriptor by `k16_steps` steps of 16 K (32 bytes) inside the tile.
+constexpr u64 advance_k16(u64 descriptor, int k16_steps) { return descriptor + 2 * k16_steps; }
+
+}  // namespace chord
