@@ -15,9 +15,26 @@ import torch
 import chord
 from chord import routing
 from chord.bench.operands import Checkpoint, random_checkpoint
+from chord.bench.scenarios import GROUP_SIZE
 from chord.weights.packed import PackedExperts
 
 FILE_NAME = "model-00001-of-00001.safetensors"
+_QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP_SIZE,
+            },
+        }
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ def write_checkpoint(folder: Path, shape: LayerShape, layer: int = 1) -> tuple[i
     """Write one layer of experts as a compressed-tensors checkpoint does.
 
     Args:
-        folder: Existing folder for the safetensors file and its index.
+        folder: Existing folder for config.json, the safetensors file and its index.
         shape: Sizes of the layer.
         layer: Layer index in the tensor names.
 
@@ -66,6 +83,8 @@ def write_checkpoint(folder: Path, shape: LayerShape, layer: int = 1) -> tuple[i
     save_file(tensors, folder / FILE_NAME)
     index = {"weight_map": dict.fromkeys(tensors, FILE_NAME)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"n_routed_experts": shape.num_experts, "quantization_config": _QUANTIZATION}
+    (folder / "config.json").write_text(json.dumps(config))
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -43,7 +43,9 @@ def demo(
             if where == "cuda":
                 torch.cuda.synchronize()
             elapsed = time.perf_counter() - begin
-            bar.console.print(f"{label:<12}{elapsed * 1e3:8.1f} ms  {describe(result)}")
+            bar.console.print(
+                f"{label:<12}{elapsed * 1e3:8.1f} ms  {describe(result)}", soft_wrap=True
+            )
             bar.advance(task)
             return result
 
@@ -56,7 +58,11 @@ def demo(
                 f"intermediate {shape.intermediate}"
             ),
         )
-        layer = checkpoints.load_moe_layer(Path(folder), 1)
+        layer = step(
+            "load",
+            lambda: checkpoints.load_moe_layer(Path(folder), 1),
+            lambda found: f"layer 1: experts {found.experts.start} to {found.experts.stop - 1}",
+        )
         gate_up = Checkpoint(layer.w13_packed, layer.w13_scale)
         down = Checkpoint(layer.w2_packed, layer.w2_scale)
         w13, w2 = step(

@@ -36,7 +36,8 @@ def explain(
     )
     console.print(
         f"[bold]{decision.config.label()}[/] | {decision.reason} | "
-        f"{len(decision.considered)} can run, {len(decision.rejected)} rejected"
+        f"{len(decision.considered)} can run, {len(decision.rejected)} rejected",
+        soft_wrap=True,
     )
     listing = table("configuration", "smem bytes", "predicted us", numbers=True)
     for config, predicted_us in decision.considered:
@@ -44,7 +45,7 @@ def explain(
         listing.add_row(config.label(), str(config.smem_bytes()), f"{predicted_us:.1f}{chosen}")
     console.print(listing)
     for config, reason in decision.rejected:
-        console.print(f"[dim]rejected: {config.label()}: {reason}[/]")
+        console.print(f"[dim]rejected: {config.label()}: {reason}[/]", soft_wrap=True)
 
 
 def _card_here() -> DeviceFacts:
