@@ -30,8 +30,8 @@ from chord.weights.packed import PackedExperts
 
 PER_CHANNEL = -1
 SUPPORTED_GROUPS = (GROUP_SIZE, 64, 128)
-_PLAIN_ORDER = (None, False, "", "none", "static", "weight")
-_SUPPORTED_FORMAT = (
+PLAIN_ORDER = (None, False, "", "none", "static", "weight")
+SUPPORTED_FORMAT = (
     "Chord packs symmetric 4-bit weights in groups of 32, 64 or 128 along K, or with one scale a "
     "row, in plain order"
 )
@@ -310,16 +310,16 @@ def _refuse_format(
     num_bits: int, actorder: str | bool | None, zero_point: torch.Tensor | None
 ) -> None:
     if num_bits != 4:
-        raise UnsupportedError(f"num_bits={num_bits}: only 4 is supported; {_SUPPORTED_FORMAT}")
-    if actorder not in _PLAIN_ORDER:
+        raise UnsupportedError(f"num_bits={num_bits}: only 4 is supported; {SUPPORTED_FORMAT}")
+    if actorder not in PLAIN_ORDER:
         raise UnsupportedError(
             f"actorder={actorder!r} reorders the columns of a row (act-order groups); "
-            f"{_SUPPORTED_FORMAT}; actorder static or weight is plain order"
+            f"{SUPPORTED_FORMAT}; actorder static or weight is plain order"
         )
     if zero_point is not None:
         raise UnsupportedError(
             f"weight_zero_point of shape {list(zero_point.shape)}: the checkpoint is asymmetric; "
-            f"{_SUPPORTED_FORMAT}"
+            f"{SUPPORTED_FORMAT}"
         )
 
 
@@ -346,7 +346,7 @@ def _check_group_size(group_size: int | None, k: int) -> int:
     if group_size in (PER_CHANNEL, k):
         return k
     if group_size not in SUPPORTED_GROUPS:
-        raise UnsupportedError(f"group_size={group_size} is not supported; {_SUPPORTED_FORMAT}")
+        raise UnsupportedError(f"group_size={group_size} is not supported; {SUPPORTED_FORMAT}")
     if k % group_size:
         raise UnsupportedError(
             f"K={k} is {k / group_size:g} groups of group_size={group_size}; K must be a whole "
@@ -386,7 +386,7 @@ def _check_plain_order(g_idx: torch.Tensor, k: int, group_size: int) -> None:
     if not bool((g_idx == plain).all()):
         raise UnsupportedError(
             f"weight_g_idx of shape {list(g_idx.shape)} is not column // {group_size}: act-order "
-            f"groups; {_SUPPORTED_FORMAT}"
+            f"groups; {SUPPORTED_FORMAT}"
         )
 
 
