@@ -1,0 +1,165 @@
+"""Compiles kernel units for the host with g++ and keeps the results.
+
+A result's name is the hash of everything that went in: all headers and sources, the flags and the
+compiler's version. Nothing here knows what a unit computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from chord import env
+from chord.errors import CompileError
+from chord.jit.source import ENTRY, render
+from chord.plan.config import Config
+
+EMULATOR = Path(__file__).resolve().parent
+PACKAGE_ROOT = EMULATOR.parent.parent
+RUNTIME = (
+    "fiber",
+    "knowledge",
+    "report",
+    "machine",
+    "shared_memory",
+    "global_memory",
+    "access",
+    "sync",
+    "mbarrier",
+    "copy",
+    "bf16",
+    "matrix",
+    "wgmma",
+    "launch",
+)
+_COMMON = ("-std=c++20", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
+FLAVOURS = {
+    "fast": (*_COMMON, "-O1"),
+    "sanitize": (*_COMMON, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "debug": (*_COMMON, "-O0", "-g3"),
+}
+_RUNTIME_OPTIMISATION = {"fast": ("-O3",), "sanitize": (), "debug": ()}
+
+
+def unit_source(config: Config, addressing: str = "Indexed") -> str:
+    """Return the C++ of one kernel: what the GPU gets, and how the emulator enters it."""
+    return f"""\
+{render(config, addressing)}
+#include "runtime/launch.hpp"
+
+namespace {{
+void enter(const void* params) {{
+  {ENTRY}(*static_cast<const chord::Params<chord::{addressing}>*>(params));
+}}
+}}  // namespace
+
+const ChordUnit chord_unit{{enter, kConfig.threads(), kConfig.smem_bytes()}};
+"""
+
+
+def cache_folder() -> Path:
+    """Return where compiled units are kept; a folder for this user below the system's temporary."""
+    folder = env.cache_dir() or Path(tempfile.gettempdir()) / f"chord-{os.getuid()}"
+    return folder / "emulator"
+
+
+@functools.cache
+def compiler() -> tuple[str, str]:
+    """Return path and version of g++.
+
+    Raises:
+        CompileError: There is none.
+    """
+    path = shutil.which("g++")
+    if path is None:
+        raise CompileError("the emulator compiles kernels with g++, which is not on PATH")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    return path, version.stdout.splitlines()[0]
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    kernels = EMULATOR.parent / "kernels"
+    files = [*kernels.rglob("*.cuh"), *EMULATOR.rglob("*.?pp"), *EMULATOR.rglob("*.cuh")]
+    for path in sorted(files):
+        digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _key(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in (compiler()[1], _digest_of_sources(), *parts):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _compile(
+    source: str,
+    target: Path,
+    flags: tuple[str, ...],
+    includes: list[Path],
+    objects: tuple[Path, ...] = (),
+) -> None:
+    """Compile one source text to `target`, which appears complete or not at all."""
+    path, _ = compiler()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        output = Path(scratch) / target.name
+        command = [path, *flags, "-include", str(EMULATOR / "runtime" / "cuda_words.hpp")]
+        command += [f"-I{folder}" for folder in includes]
+        command += ["-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(output)]
+        done = subprocess.run(command, input=source, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise CompileError(f"g++ refuses the unit:\n{done.stderr[-8000:]}")
+        output.replace(target)
+
+
+def _runtime_object(flavour: str) -> Path:
+    flags = (*FLAVOURS[flavour], *_RUNTIME_OPTIMISATION[flavour], "-c")
+    target = cache_folder() / f"runtime-{flavour}-{_key(*flags)}.o"
+    if not target.exists():
+        source = "".join(f'#include "runtime/{name}.cpp"\n' for name in RUNTIME)
+        _compile(source, target, flags, [EMULATOR])
+    return target
+
+
+def build(
+    config: Config,
+    *,
+    addressing: str = "Indexed",
+    flavour: str = "fast",
+    replaced: Mapping[str, str] | None = None,
+) -> Path:
+    """Return a shared library of one kernel and the emulator, compiled if it is not kept yet.
+
+    Args:
+        config: The configuration to compile.
+        addressing: How rows are found, a type of kernels/addressing.
+        flavour: A key of FLAVOURS.
+        replaced: Headers to take instead of the package's, `chord/kernels/...` -> text. Tests plant
+            faults with it.
+    """
+    replaced = dict(replaced or {})
+    source = unit_source(config, addressing)
+    flags = (*FLAVOURS[flavour], "-shared")
+    key = _key(source, *flags, *(part for item in sorted(replaced.items()) for part in item))
+    target = cache_folder() / f"{config.kernel}-{flavour}-{key}.so"
+    if target.exists():
+        return target
+    runtime = _runtime_object(flavour)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in replaced.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        includes = [Path(folder), EMULATOR / "include", EMULATOR, PACKAGE_ROOT]
+        _compile(source, target, flags, includes, (runtime,))
+    return target

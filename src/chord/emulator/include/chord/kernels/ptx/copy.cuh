@@ -1,0 +1,26 @@
+// Host implementation of the header of the same name in chord/kernels/ptx, found before it on the
+// include path. Same functions; the last argument is where the kernel calls from.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+#include "runtime/api.hpp"
+
+namespace chord::ptx {
+
+inline void bulk_load_stream(SmemAddress target, const void* source, int bytes, SmemAddress barrier,
+                             emulator::Where where = emulator::Where::current()) {
+  emulator::bulk_load(target, source, bytes, barrier, where);
+}
+
+inline void bulk_load(SmemAddress target, const void* source, int bytes, SmemAddress barrier,
+                      emulator::Where where = emulator::Where::current()) {
+  emulator::bulk_load(target, source, bytes, barrier, where);
+}
+
+inline void cp_async_or_zero(SmemAddress target, const void* source, bool valid,
+                             emulator::Where where = emulator::Where::current()) {
+  emulator::cp_async(target, source, valid, where);
+}
+
+}  // namespace chord::ptx

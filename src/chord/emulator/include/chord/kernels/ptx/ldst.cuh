@@ -1,0 +1,91 @@
+// Host implementation of the header of the same name in chord/kernels/ptx, found before it on the
+// include path. Same functions; the last argument is where the kernel calls from.
+#pragma once
+
+#include <chord/kernels/common/types.cuh>
+
+#include "runtime/api.hpp"
+
+namespace chord::ptx {
+
+// The card's own KiB lies below; addresses and offsets cannot be mixed up unnoticed.
+inline SmemAddress dynamic_smem() { return 1024; }
+
+inline u32 load_shared(SmemAddress address, emulator::Where where = emulator::Where::current()) {
+  u32 value;
+  emulator::read_shared(address, &value, 4, where);
+  return value;
+}
+
+inline U32x2 load_shared_x2(SmemAddress address,
+                            emulator::Where where = emulator::Where::current()) {
+  U32x2 v;
+  emulator::read_shared(address, &v, 8, where);
+  return v;
+}
+
+inline U32x4 load_shared_x4(SmemAddress address,
+                            emulator::Where where = emulator::Where::current()) {
+  U32x4 v;
+  emulator::read_shared(address, &v, 16, where);
+  return v;
+}
+
+inline void store_shared(SmemAddress address, u32 value,
+                         emulator::Where where = emulator::Where::current()) {
+  emulator::write_shared(address, &value, 4, where);
+}
+
+inline void store_shared_x4(SmemAddress address, U32x4 v,
+                            emulator::Where where = emulator::Where::current()) {
+  emulator::write_shared(address, &v, 16, where);
+}
+
+inline void load_matrix_x4(u32 (&r)[4], SmemAddress row,
+                           emulator::Where where = emulator::Where::current()) {
+  emulator::load_matrix_x4(r, row, where);
+}
+
+inline void store_matrix_x4_transposed(SmemAddress row, const u32 (&r)[4],
+                                       emulator::Where where = emulator::Where::current()) {
+  emulator::store_matrix_x4_transposed(row, r, where);
+}
+
+inline int load_global(const int* address, emulator::Where where = emulator::Where::current()) {
+  int value;
+  emulator::read_global(address, &value, 4, where);
+  return value;
+}
+
+inline i64 load_global(const i64* address, emulator::Where where = emulator::Where::current()) {
+  i64 value;
+  emulator::read_global(address, &value, 8, where);
+  return value;
+}
+
+inline void store_global_x4(void* address, U32x4 v,
+                            emulator::Where where = emulator::Where::current()) {
+  emulator::write_global(address, &v, 16, where);
+}
+
+inline void store_partial(void* address, F32x4 v,
+                          emulator::Where where = emulator::Where::current()) {
+  emulator::write_partial(address, &v, 16, where);
+}
+
+inline F32x4 load_partial(const void* address, emulator::Where where = emulator::Where::current()) {
+  F32x4 v;
+  emulator::read_partial(address, &v, 16, where);
+  return v;
+}
+
+inline void store_release(u32* address, u32 value,
+                          emulator::Where where = emulator::Where::current()) {
+  emulator::write_flag(address, value, where);
+}
+
+inline u32 load_acquire(const u32* address, emulator::Where where = emulator::Where::current()) {
+  return emulator::read_flag(address, where);
+}
+
+}  // namespace chord::ptx

@@ -1,0 +1,169 @@
+"""Runs one launch on the emulator, on torch CPU tensors.
+
+The counterpart of jit/launch.py: it packs the same parameters, but names the tensors to the
+emulator, which refuses every access beside them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chord.emulator.build import build
+from chord.errors import ChordError
+from chord.jit.params import INDEXED
+from chord.plan.config import Config, DecodeConfig
+from chord.routing import Indexed
+from chord.weights.packed import PackedExperts
+
+_INPUT, _OUTPUT, _PARTIAL, _FLAGS = range(4)
+_ERROR_BYTES = 1 << 20
+
+
+class EmulatorError(ChordError):
+    """The emulator has found a fault in a kernel; the message names the place and the thread."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("begin", ctypes.c_void_p),
+        ("bytes", ctypes.c_ulonglong),
+        ("use", ctypes.c_int),
+    ]
+
+
+@dataclass
+class Launch:
+    """What one launch consists of, apart from the kernel.
+
+    Attributes:
+        params: The kernel's parameter struct.
+        tensors: Name, tensor and use of everything that the kernel may touch.
+    """
+
+    params: bytes
+    tensors: list[tuple[str, torch.Tensor, int]]
+
+
+def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return partial sums (float32) and flags (int32, zero) for a launch of `num_blocks` blocks."""
+    if not isinstance(config, DecodeConfig):
+        return torch.empty(0), torch.zeros(0, dtype=torch.int32)
+    partial = torch.full((num_blocks * config.partial_floats(),), float("nan"))
+    return partial, torch.zeros(num_blocks * config.warps, dtype=torch.int32)
+
+
+def indexed_launch(
+    config: Config,
+    x: torch.Tensor,
+    packed: PackedExperts,
+    routing: Indexed,
+    out: torch.Tensor,
+    num_blocks: int,
+) -> Launch:
+    """Pack the parameters of an indexed launch."""
+    partial, flags = scratch_of(config, num_blocks)
+    params = INDEXED.packer.pack(
+        x.data_ptr(),
+        packed.data.data_ptr(),
+        out.data_ptr(),
+        partial.data_ptr(),
+        flags.data_ptr(),
+        packed.num_experts,
+        packed.n,
+        packed.k,
+        0,
+        routing.sorted_token_ids.data_ptr(),
+        routing.expert_ids.data_ptr(),
+        routing.num_tokens_post_padded.data_ptr(),
+        out.shape[0],
+        routing.top_k,
+        routing.block_m,
+        routing.expert_ids.numel(),
+    )
+    tensors = [
+        ("x", x, _INPUT),
+        ("weight", packed.data, _INPUT),
+        ("out", out, _OUTPUT),
+        ("partial", partial, _PARTIAL),
+        ("flags", flags, _FLAGS),
+        ("sorted_token_ids", routing.sorted_token_ids, _INPUT),
+        ("expert_ids", routing.expert_ids, _INPUT),
+        ("num_tokens_post_padded", routing.num_tokens_post_padded, _INPUT),
+    ]
+    return Launch(params, tensors)
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+def run_launch(library: Path, launch: Launch, num_blocks: int, seed: int) -> None:
+    """Run a launch in this process.
+
+    Raises:
+        EmulatorError: The kernel has a fault.
+    """
+    unit = _load(library)
+    tensors = (_Tensor * len(launch.tensors))()
+    for entry, (name, tensor, use) in zip(tensors, launch.tensors, strict=True):
+        entry.name = name.encode()
+        entry.begin = tensor.data_ptr()
+        entry.bytes = tensor.numel() * tensor.element_size()
+        entry.use = use
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    failed = unit.chord_emulator_run(
+        ctypes.byref(ctypes.c_char.in_dll(unit, "chord_unit")),
+        ctypes.c_char_p(launch.params),
+        ctypes.c_int(num_blocks),
+        ctypes.c_ulonglong(seed),
+        tensors,
+        ctypes.c_int(len(tensors)),
+        error,
+        ctypes.c_int(_ERROR_BYTES),
+    )
+    if failed:
+        raise EmulatorError(error.value.decode(errors="replace"))
+
+
+def run_indexed(
+    config: Config,
+    x: torch.Tensor,
+    packed: PackedExperts,
+    routing: Indexed,
+    out: torch.Tensor,
+    *,
+    num_blocks: int,
+    seed: int = 0,
+    replaced: Mapping[str, str] | None = None,
+) -> None:
+    """Run `chord.indexed`'s kernel for `config` on the CPU.
+
+    Args:
+        config: A DecodeConfig or PrefillConfig.
+        x: bfloat16, [M, K], contiguous.
+        packed: E experts of N features.
+        routing: Which row belongs to which expert.
+        out: bfloat16, [M * top_k, N], contiguous; written where a row is routed.
+        num_blocks: Blocks of the launch, all resident at once.
+        seed: Picks the interleaving of threads and the times at which copies land.
+        replaced: Headers to compile instead of the package's (see build.build).
+
+    Raises:
+        EmulatorError: The kernel has a fault.
+        CompileError: g++ is missing or refuses the kernel.
+
+    Example:
+        >>> out = torch.zeros(len(ids), packed.n, dtype=torch.bfloat16)
+        >>> run_indexed(DecodeConfig(8, 8, 256, 2), x, packed, routing, out, num_blocks=3)
+    """
+    library = build(config, replaced=replaced)
+    launch = indexed_launch(config, x, packed, routing, out, num_blocks)
+    run_launch(library, launch, num_blocks, seed)

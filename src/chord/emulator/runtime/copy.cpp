@@ -1,0 +1,144 @@
+// Asynchronous copies: they land at a random time, and their bytes may be read by who has waited for
+// the barrier that counts them.
+#include <cstring>
+
+#include "api.hpp"
+#include "machine.hpp"
+
+namespace chord::emulator {
+
+namespace {
+
+// Checks the target of a copy and marks it as in flight.
+void claim_target(std::uint32_t target, int bytes, bool by_async_proxy, Where where) {
+  Block& block = *self->block;
+  if (std::string why = block.shared.reject(target, bytes, 16); !why.empty()) {
+    fail(where, "copies to " + why);
+  }
+  const Epoch in_flight{kInFlight, place_of(where), 0};
+  for (int offset = 0; offset < bytes; offset += 4) {
+    Granule& granule = block.shared.granule(target + offset);
+    std::string why = block.shared.reject_write(granule, *self, by_async_proxy, block.slots);
+    if (!why.empty()) fail(where, why);
+    block.shared.note_write(granule, in_flight);
+  }
+}
+
+void mark_landed(Block& block, std::uint32_t target, int bytes, Epoch epoch) {
+  for (int offset = 0; offset < bytes; offset += 4) {
+    block.shared.granule(target + offset).write = epoch;
+  }
+}
+
+void land_bulk(Block& block, std::uint32_t target, const void* source, int bytes, Mbarrier& barrier,
+               Where where) {
+  std::memcpy(block.shared.at(target), source, bytes);
+  const Clock phase = barrier.phases + 1;
+  mark_landed(block, target, bytes,
+              {static_cast<std::uint16_t>(block.slots.bulk(barrier.slot)), place_of(where), phase});
+  barrier.bytes_phase = phase;
+  barrier.bytes_place = place_of(where);
+  barrier.bytes -= bytes;
+  --block.copies_in_flight;
+  if (barrier.pending == 0 && barrier.bytes < 0) {
+    fail(where,
+         text("(block %d) brings %lld bytes more than were announced on mbarrier %d in "
+              "phase %d",
+              block.index, static_cast<long long>(-barrier.bytes), barrier.slot, barrier.phases));
+  }
+  try_complete(block, barrier);
+}
+
+void land_cp_async(Block& block, CpAsync& copy) {
+  if (copy.landed) return;
+  copy.landed = true;
+  if (copy.source != nullptr) {
+    std::memcpy(block.shared.at(copy.target), copy.source, 16);
+  } else {
+    std::memset(block.shared.at(copy.target), 0, 16);
+  }
+}
+
+}  // namespace
+
+void bulk_load(std::uint32_t target, const void* source, int bytes, std::uint32_t address,
+               Where where) {
+  touch();
+  Block& block = *self->block;
+  if (bytes <= 0 || bytes % 16 != 0) {
+    fail(where, text("bulk copy of %d bytes; it must be a multiple of 16 and more than 0", bytes));
+  }
+  check_input(source, bytes, 16, "copies from", where);
+  claim_target(target, bytes, true, where);
+  Mbarrier& barrier = find_barrier(block, address, "counts a bulk copy on", where);
+  if (!barrier.fenced) {
+    fail(where, text("counts a bulk copy on mbarrier %d, which was set up without "
+                     "fence_mbarrier_init",
+                     barrier.slot));
+  }
+  ++block.copies_in_flight;
+  launch->later([&block, target, source, bytes, &barrier, where] {
+    land_bulk(block, target, source, bytes, barrier, where);
+  });
+}
+
+void cp_async(std::uint32_t target, const void* source, bool valid, Where where) {
+  touch();
+  Block& block = *self->block;
+  if (valid) check_input(source, 16, 16, "copies from", where);
+  claim_target(target, 16, false, where);
+  auto copy =
+      std::make_shared<CpAsync>(CpAsync{target, valid ? source : nullptr, place_of(where), false});
+  self->copies.push_back(copy);
+  launch->later([&block, copy] { land_cp_async(block, *copy); });
+}
+
+void mbarrier_arrive_after_cp_async(std::uint32_t address, Where where) {
+  touch();
+  Block& block = *self->block;
+  Mbarrier& barrier = find_barrier(block, address, "arrives at", where);
+  auto copies = std::make_shared<std::vector<std::shared_ptr<CpAsync>>>();
+  copies->swap(self->copies);
+  ++block.copies_in_flight;
+  launch->later([&block, &barrier, copies, where] {
+    const auto slot = static_cast<std::uint16_t>(block.slots.cp_async(barrier.slot));
+    for (const auto& copy : *copies) {
+      land_cp_async(block, *copy);
+      mark_landed(block, copy->target, 16, {slot, copy->place, barrier.phases + 1});
+    }
+    barrier.bytes_phase = barrier.phases + 1;
+    barrier.bytes_place = place_of(where);
+    --block.copies_in_flight;
+    arrive(block, barrier, "arrives (after cp.async) at", where);
+  });
+}
+
+// Shared memory goes to another block as soon as this one has ended.
+void check_block_end(Block& block) {
+  const Where where = Where::current();
+  for (const Mbarrier& barrier : block.mbarriers) {
+    if (barrier.bytes_phase > barrier.observed_phase) {
+      fail(where,
+           text("is the last of its block, and nobody has waited for the copies on mbarrier "
+                "%d (phase %d) of %s",
+                barrier.slot, barrier.bytes_phase - 1, place_text(barrier.bytes_place).c_str()));
+    }
+  }
+  if (block.copies_in_flight != 0) {
+    fail(where,
+         text("is the last of its block, and %d copies are in flight", block.copies_in_flight));
+  }
+  for (const auto& thread : block.threads) {
+    if (thread->copies.empty()) continue;
+    fail(where, text("is the last of its block, and thread %d has cp.async (%s) that no barrier "
+                     "counts",
+                     thread->index, place_text(thread->copies.front()->place).c_str()));
+  }
+  for (const auto& warp : block.warps) {
+    if (warp->retired_group == warp->open_group - 1 && warp->queue.empty()) continue;
+    fail(where,
+         text("is the last of its block, and warp %d has not waited for its wgmma", warp->index));
+  }
+}
+
+}  // namespace chord::emulator

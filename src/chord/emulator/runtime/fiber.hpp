@@ -1,0 +1,37 @@
+// Cooperative threads on their own stacks: what a CUDA thread becomes on the host.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstddef>
+
+namespace chord::emulator {
+
+// A point of execution. `switch_from` leaves the one that runs and continues here; it returns when
+// somebody switches back.
+class Fiber {
+ public:
+  // Makes the fiber start `body(argument)` on `stack` at its first switch. `body` must not return.
+  void prepare(char* stack, std::size_t stack_bytes, void (*body)());
+  void switch_from(Fiber& running);
+
+ private:
+  bool started_ = true;  // the fiber of the scheduler runs already
+  const void* stack_ = nullptr;
+  std::size_t stack_bytes_ = 0;
+  void* fake_stack_ = nullptr;
+  jmp_buf registers_;
+  ucontext_t context_;
+
+  friend void fiber_entered();
+};
+
+// To be called first on a fresh fiber; tells the address sanitizer which stack is in use.
+void fiber_entered();
+
+// Stacks with a guard page below each; kept from launch to launch.
+char* fiber_stack(std::size_t index);
+std::size_t fiber_stack_bytes();
+
+}  // namespace chord::emulator

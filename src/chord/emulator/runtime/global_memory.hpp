@@ -1,0 +1,62 @@
+// Global memory: the tensors of a launch, and who may do what with them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include "knowledge.hpp"
+
+namespace chord::emulator {
+
+// kInput is only read, kOutput written at most once a byte, kPartial written and read by blocks
+// that hand it over, kFlags written with release and read with acquire.
+enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kFlags = 3 };
+
+struct GlobalEpoch {
+  int block = -1;
+  int thread = 0;
+  Clock clock = 0;
+  std::uint16_t place = 0;
+};
+
+struct PartialGranule {
+  GlobalEpoch write;
+  std::vector<GlobalEpoch> readers;
+};
+
+// What the last release of a flag handed over.
+struct FlagState {
+  std::shared_ptr<const Foreign> knowledge;
+};
+
+struct Region {
+  std::string name;
+  unsigned char* begin;
+  std::uint64_t bytes;
+  Use use;
+  std::vector<std::uint16_t> written;        // kOutput: place a 16-byte piece, 0 for none
+  std::vector<PartialGranule> partial;       // kPartial
+  std::map<std::uint64_t, FlagState> flags;  // kFlags, by index
+};
+
+class GlobalMemory {
+ public:
+  void add(const char* name, void* begin, std::uint64_t bytes, Use use);
+  // The tensor that holds [address, address + bytes), or null; then `why` says what is wrong.
+  Region* find(const void* address, std::uint64_t bytes, std::uint64_t alignment, std::string* why);
+  std::string name_of(const void* address) const;
+  std::vector<Region>& regions() { return regions_; }
+
+ private:
+  std::vector<Region> regions_;
+};
+
+// Checks a read of a tensor that is only read, and ends the launch if it is wrong.
+void check_input(const void* address, std::uint64_t bytes, std::uint64_t alignment,
+                 const char* action, std::source_location where);
+
+}  // namespace chord::emulator

@@ -1,0 +1,65 @@
+// One block's shared memory with a shadow: for every 4 bytes who wrote them, who has read them
+// since, and whether a copy is still under way.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "knowledge.hpp"
+
+namespace chord::emulator {
+
+struct Thread;
+
+inline constexpr std::uint16_t kUninitialised = 0xffff;
+inline constexpr std::uint16_t kInFlight = 0xfffe;
+inline constexpr std::uint16_t kBarrier = 0xfffd;
+inline constexpr std::uint16_t kFirstSpecial = kBarrier;
+
+struct Epoch {
+  std::uint16_t slot = kUninitialised;
+  std::uint16_t place = 0;
+  Clock clock = 0;
+};
+
+struct Granule {
+  Epoch write;
+  Epoch readers[2];
+  std::uint32_t reader_count = 0;
+  std::uint32_t more_readers = 0;  // index of a list, 0 for none
+};
+
+// The shared window starts here, as on the card, where the first KiB is the system's.
+inline constexpr std::uint32_t kSharedBase = 1024;
+
+class SharedMemory {
+ public:
+  void reset(int bytes);
+  std::uint32_t size() const { return static_cast<std::uint32_t>(bytes_.size()); }
+  unsigned char* at(std::uint32_t address) { return bytes_.data() + (address - kSharedBase); }
+  Granule& granule(std::uint32_t address) { return granules_[(address - kSharedBase) / 4]; }
+
+  // Why [address, address + count) may not be accessed at all; empty if it may.
+  std::string reject(std::uint32_t address, int count, int alignment) const;
+
+  // Each checks one granule against what `known` has seen and returns an empty string if all is
+  // well. `known` is the clock vector of the right proxy.
+  std::string reject_read(const Granule& granule, const std::vector<Clock>& known,
+                          const Slots& slots) const;
+  std::string reject_write(const Granule& granule, const Thread& writer, bool by_async_proxy,
+                           const Slots& slots) const;
+
+  void note_read(Granule& granule, Epoch reader);
+  void note_write(Granule& granule, Epoch writer);
+
+ private:
+  std::vector<unsigned char> bytes_;
+  std::vector<Granule> granules_;
+  std::vector<std::vector<Epoch>> lists_;
+  std::vector<std::uint32_t> free_lists_;
+};
+
+std::string slot_text(const Slots& slots, int slot);
+
+}  // namespace chord::emulator
