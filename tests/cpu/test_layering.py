@@ -31,7 +31,9 @@ REFERENCE_MAY_IMPORT = {"errors", "weights", "routing", "reference"}
 
 PYTHON = sorted(p for p in PACKAGE.rglob("*.py") if PACKAGE / "kernels" not in p.parents)
 KERNELS = sorted((PACKAGE / "kernels").rglob("*.cuh"))
-HOST_CPP = sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".hpp", ".cpp"))
+HOST_CPP = sorted(
+    path for ext in ("hpp", "cpp", "cuh") for path in (PACKAGE / "emulator").rglob(f"*.{ext}")
+)
 DOCUMENTS = sorted(
     p for p in ROOT.rglob("*.md") if not set(p.relative_to(ROOT).parts) & {".venv", ".git"}
 )
