@@ -39,12 +39,13 @@ RUNTIME = (
     "launch",
 )
 _COMMON = ("-std=c++20", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
+# `fast` is a library that runner.py loads; the other two are programs (runtime/main.cpp).
+LIBRARY = "fast"
 FLAVOURS = {
-    "fast": (*_COMMON, "-O1"),
+    LIBRARY: (*_COMMON, "-O1"),
     "sanitize": (*_COMMON, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "debug": (*_COMMON, "-O0", "-g3"),
 }
-_RUNTIME_OPTIMISATION = {"fast": ("-O3",), "sanitize": (), "debug": ()}
 
 
 def unit_source(config: Config, addressing: str = "Indexed") -> str:
@@ -123,10 +124,12 @@ def _compile(
 
 
 def _runtime_object(flavour: str) -> Path:
-    flags = (*FLAVOURS[flavour], *_RUNTIME_OPTIMISATION[flavour], "-c")
+    is_library = flavour == LIBRARY
+    flags = (*FLAVOURS[flavour], *(("-O3",) if is_library else ()), "-c")
     target = cache_folder() / f"runtime-{flavour}-{_key(*flags)}.o"
     if not target.exists():
-        source = "".join(f'#include "runtime/{name}.cpp"\n' for name in RUNTIME)
+        names = RUNTIME if is_library else (*RUNTIME, "main")
+        source = "".join(f'#include "runtime/{name}.cpp"\n' for name in names)
         _compile(source, target, flags, [EMULATOR])
     return target
 
@@ -135,10 +138,10 @@ def build(
     config: Config,
     *,
     addressing: str = "Indexed",
-    flavour: str = "fast",
+    flavour: str = LIBRARY,
     replaced: Mapping[str, str] | None = None,
 ) -> Path:
-    """Return a shared library of one kernel and the emulator, compiled if it is not kept yet.
+    """Return one kernel with the emulator, compiled if it is not kept yet.
 
     Args:
         config: The configuration to compile.
@@ -149,9 +152,10 @@ def build(
     """
     replaced = dict(replaced or {})
     source = unit_source(config, addressing)
-    flags = (*FLAVOURS[flavour], "-shared")
+    is_library = flavour == LIBRARY
+    flags = (*FLAVOURS[flavour], *(("-shared",) if is_library else ()))
     key = _key(source, *flags, *(part for item in sorted(replaced.items()) for part in item))
-    target = cache_folder() / f"{config.kernel}-{flavour}-{key}.so"
+    target = cache_folder() / f"{config.kernel}-{flavour}-{key}{'.so' if is_library else ''}"
     if target.exists():
         return target
     runtime = _runtime_object(flavour)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from chord.emulator.build import build
+from chord.emulator.build import LIBRARY, build
 from chord.errors import ChordError
 from chord.jit.params import INDEXED
 from chord.plan.config import Config, DecodeConfig
@@ -133,6 +135,48 @@ def run_launch(library: Path, launch: Launch, num_blocks: int, seed: int) -> Non
         raise EmulatorError(error.value.decode(errors="replace"))
 
 
+def write_case(launch: Launch, num_blocks: int, seed: int, folder: Path) -> tuple[Path, Path]:
+    """Write a launch for the flavours that are programs; return their two arguments."""
+    addresses = {tensor.data_ptr(): i for i, (_, tensor, _) in enumerate(launch.tensors)}
+    words = memoryview(launch.params).cast("Q")
+    lines = [f"{num_blocks} {seed} {len(launch.tensors)} {len(words)}"]
+    for name, tensor, use in launch.tensors:
+        lines.append(f"{name} {use} {tensor.numel() * tensor.element_size()}")
+    for word in words:
+        index = addresses.get(word) if word else None
+        lines.append(f"value {word}" if index is None else f"tensor {index}")
+    case, data = folder / "case.txt", folder / "data.bin"
+    case.write_text("\n".join(lines) + "\n")
+    data.write_bytes(b"".join(_bytes_of(tensor) for _, tensor, _ in launch.tensors))
+    return case, data
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def run_program(program: Path, launch: Launch, num_blocks: int, seed: int) -> None:
+    """Run a launch in a process of its own, which the sanitizers can watch.
+
+    Raises:
+        EmulatorError: The kernel has a fault, or a sanitizer has found one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        case, data = write_case(launch, num_blocks, seed, Path(folder))
+        command = [str(program), str(case), str(data)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise EmulatorError(done.stderr[-8000:])
+        content = bytearray(data.read_bytes())
+    begin = 0
+    for _, tensor, use in launch.tensors:
+        size = tensor.numel() * tensor.element_size()
+        if use == _OUTPUT:
+            after = torch.frombuffer(content, dtype=torch.uint8, offset=begin, count=size)
+            tensor.view(-1).view(torch.uint8).copy_(after)
+        begin += size
+
+
 def run_indexed(
     config: Config,
     x: torch.Tensor,
@@ -142,6 +186,7 @@ def run_indexed(
     *,
     num_blocks: int,
     seed: int = 0,
+    flavour: str = LIBRARY,
     replaced: Mapping[str, str] | None = None,
 ) -> None:
     """Run `chord.indexed`'s kernel for `config` on the CPU.
@@ -154,6 +199,8 @@ def run_indexed(
         out: bfloat16, [M * top_k, N], contiguous; written where a row is routed.
         num_blocks: Blocks of the launch, all resident at once.
         seed: Picks the interleaving of threads and the times at which copies land.
+        flavour: "fast" runs here, "sanitize" in a process of its own under the address and
+            undefined-behaviour sanitizers.
         replaced: Headers to compile instead of the package's (see build.build).
 
     Raises:
@@ -164,6 +211,7 @@ def run_indexed(
         >>> out = torch.zeros(len(ids), packed.n, dtype=torch.bfloat16)
         >>> run_indexed(DecodeConfig(8, 8, 256, 2), x, packed, routing, out, num_blocks=3)
     """
-    library = build(config, replaced=replaced)
+    compiled = build(config, flavour=flavour, replaced=replaced)
     launch = indexed_launch(config, x, packed, routing, out, num_blocks)
-    run_launch(library, launch, num_blocks, seed)
+    run = run_launch if flavour == LIBRARY else run_program
+    run(compiled, launch, num_blocks, seed)

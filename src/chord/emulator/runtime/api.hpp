@@ -55,6 +55,7 @@ void store_matrix_x4_transposed(std::uint32_t row, const std::uint32_t* register
 // wgmma.cpp
 void wgmma_fence(Where where);
 void wgmma_commit(Where where);
+void wgmma_pin(const float* d, Where where);
 void wgmma_wait(int pending, Where where);
 void wgmma(float* d, int eights, const std::uint32_t* a, std::uint64_t descriptor, Where where);
 

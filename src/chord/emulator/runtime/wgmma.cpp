@@ -279,6 +279,13 @@ void wgmma_commit(Where where) {
   });
 }
 
+void wgmma_pin(const float* d, Where where) {
+  touch();
+  for (const HeldRegisters& held : self->held) {
+    if (held.registers == d) fail(where, "uses an accumulator before wgmma_wait");
+  }
+}
+
 void wgmma_wait(int pending, Where where) {
   WaitArguments mine{pending, where};
   meet(Collective::kWgmmaWait, where, &mine, wait);

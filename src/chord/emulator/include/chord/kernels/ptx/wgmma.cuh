@@ -22,6 +22,11 @@ inline void wgmma_wait(emulator::Where where = emulator::Where::current()) {
 }
 
 template <int kEights>
+inline void wgmma_pin(float (&d)[kEights][4], emulator::Where where = emulator::Where::current()) {
+  emulator::wgmma_pin(&d[0][0], where);
+}
+
+template <int kEights>
 inline void wgmma_m64k16(float (&d)[kEights][4], const u32 (&a)[4], u64 b_descriptor,
                          emulator::Where where = emulator::Where::current()) {
   static_assert(kEights >= 1 && kEights <= 32, "wgmma takes 8 to 256 tokens in steps of 8");
