@@ -42,9 +42,16 @@ _COMMON = ("-std=c++20", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-p
 # `fast` is a library that runner.py loads; the other two are programs (runtime/main.cpp).
 LIBRARY = "fast"
 FLAVOURS = {
-    LIBRARY: (*_COMMON, "-O1"),
-    "sanitize": (*_COMMON, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    "debug": (*_COMMON, "-O0", "-g3"),
+    LIBRARY: ("-O1",),
+    "sanitize": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "debug": ("-O0", "-g3"),
+}
+# The runtime itself is not instrumented: it would take a hundred times as long, and its own checks
+# cover what the kernel asks of it.
+_RUNTIME_FLAGS = {
+    LIBRARY: ("-O3",),
+    "sanitize": ("-O3", "-DCHORD_ADDRESS_SANITIZER"),
+    "debug": ("-O1",),
 }
 
 
@@ -125,7 +132,7 @@ def _compile(
 
 def _runtime_object(flavour: str) -> Path:
     is_library = flavour == LIBRARY
-    flags = (*FLAVOURS[flavour], *(("-O3",) if is_library else ()), "-c")
+    flags = (*_COMMON, *_RUNTIME_FLAGS[flavour], "-c")
     target = cache_folder() / f"runtime-{flavour}-{_key(*flags)}.o"
     if not target.exists():
         names = RUNTIME if is_library else (*RUNTIME, "main")
@@ -153,7 +160,7 @@ def build(
     replaced = dict(replaced or {})
     source = unit_source(config, addressing)
     is_library = flavour == LIBRARY
-    flags = (*FLAVOURS[flavour], *(("-shared",) if is_library else ()))
+    flags = (*_COMMON, *FLAVOURS[flavour], *(("-shared",) if is_library else ()))
     key = _key(source, *flags, *(part for item in sorted(replaced.items()) for part in item))
     target = cache_folder() / f"{config.kernel}-{flavour}-{key}{'.so' if is_library else ''}"
     if target.exists():

@@ -1,7 +1,6 @@
 // Cooperative threads on their own stacks: what a CUDA thread becomes on the host.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -21,7 +20,7 @@ class Fiber {
   const void* stack_ = nullptr;
   std::size_t stack_bytes_ = 0;
   void* fake_stack_ = nullptr;
-  jmp_buf registers_;
+  void* registers_[5];  // what __builtin_setjmp keeps
   ucontext_t context_;
 
   friend void fiber_entered();

@@ -52,7 +52,7 @@ std::vector<std::uint64_t> read_words(std::istream& description, const std::vect
 
 }  // namespace
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef CHORD_ADDRESS_SANITIZER
 // A launch that fails abandons its fibers, and with them what they hold.
 extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
 #endif
