@@ -20,6 +20,7 @@ from chord.errors import CompileError
 from chord.jit.source import ENTRY, render
 from chord.plan.config import Config
 
+_SUFFIXES = (".cuh", ".hpp", ".cpp")
 EMULATOR = Path(__file__).resolve().parent
 PACKAGE_ROOT = EMULATOR.parent.parent
 RUNTIME = (
@@ -92,10 +93,9 @@ def compiler() -> tuple[str, str]:
 
 
 @functools.cache
-def _digest_of_sources() -> str:
+def _digest_of(*folders: Path) -> str:
     digest = hashlib.sha256()
-    kernels = EMULATOR.parent / "kernels"
-    files = [*kernels.rglob("*.cuh"), *EMULATOR.rglob("*.?pp"), *EMULATOR.rglob("*.cuh")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in _SUFFIXES]
     for path in sorted(files):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
@@ -104,7 +104,7 @@ def _digest_of_sources() -> str:
 
 def _key(*parts: str) -> str:
     digest = hashlib.sha256()
-    for part in (compiler()[1], _digest_of_sources(), *parts):
+    for part in (compiler()[1], *parts):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -133,7 +133,8 @@ def _compile(
 def _runtime_object(flavour: str) -> Path:
     is_library = flavour == LIBRARY
     flags = (*_COMMON, *_RUNTIME_FLAGS[flavour], "-c")
-    target = cache_folder() / f"runtime-{flavour}-{_key(*flags)}.o"
+    sources = _digest_of(EMULATOR / "runtime")
+    target = cache_folder() / f"runtime-{flavour}-{_key(sources, *flags)}.o"
     if not target.exists():
         names = RUNTIME if is_library else (*RUNTIME, "main")
         source = "".join(f'#include "runtime/{name}.cpp"\n' for name in names)
@@ -161,7 +162,10 @@ def build(
     source = unit_source(config, addressing)
     is_library = flavour == LIBRARY
     flags = (*_COMMON, *FLAVOURS[flavour], *(("-shared",) if is_library else ()))
-    key = _key(source, *flags, *(part for item in sorted(replaced.items()) for part in item))
+    sources = _digest_of(EMULATOR, EMULATOR.parent / "kernels")
+    key = _key(
+        sources, source, *flags, *(part for item in sorted(replaced.items()) for part in item)
+    )
     target = cache_folder() / f"{config.kernel}-{flavour}-{key}{'.so' if is_library else ''}"
     if target.exists():
         return target

@@ -3,10 +3,10 @@
 #include "fiber.hpp"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
-#include <vector>
+#include <cstring>
 
 #ifdef CHORD_ADDRESS_SANITIZER
 #include <sanitizer/asan_interface.h>
@@ -18,6 +18,7 @@ namespace chord::emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 * 1024;
+constexpr std::uint64_t kCanary = 0x6b636174735f6f66u;
 
 Fiber* leaving = nullptr;
 
@@ -70,19 +71,22 @@ __attribute__((noinline)) void Fiber::switch_from(Fiber& running) {
 #endif
 }
 
-std::size_t fiber_stack_bytes() { return kStackBytes; }
+FiberStacks::FiberStacks(std::size_t count) : count_(count) {
+  void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  memory_ = static_cast<char*>(memory);
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(stack(i), &kCanary, sizeof kCanary);
+}
 
-char* fiber_stack(std::size_t index) {
-  static std::vector<char*> stacks;
-  const std::size_t guard = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  while (stacks.size() <= index) {
-    void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
-    mprotect(memory, guard, PROT_NONE);
-    stacks.push_back(static_cast<char*>(memory) + guard);
-  }
-  return stacks[index];
+FiberStacks::~FiberStacks() { munmap(memory_, count_ * kStackBytes); }
+
+char* FiberStacks::stack(std::size_t index) const { return memory_ + index * kStackBytes; }
+
+std::size_t FiberStacks::stack_bytes() { return kStackBytes; }
+
+bool FiberStacks::is_intact(std::size_t index) const {
+  return std::memcmp(stack(index), &kCanary, sizeof kCanary) == 0;
 }
 
 }  // namespace chord::emulator

@@ -29,8 +29,22 @@ class Fiber {
 // To be called first on a fresh fiber; tells the address sanitizer which stack is in use.
 void fiber_entered();
 
-// Stacks with a guard page below each; kept from launch to launch.
-char* fiber_stack(std::size_t index);
-std::size_t fiber_stack_bytes();
+// The stacks of a launch, in one piece, so that many launches leave nothing behind.
+class FiberStacks {
+ public:
+  explicit FiberStacks(std::size_t count);
+  ~FiberStacks();
+  FiberStacks(const FiberStacks&) = delete;
+  FiberStacks& operator=(const FiberStacks&) = delete;
+
+  char* stack(std::size_t index) const;
+  static std::size_t stack_bytes();
+  // False if the fiber has used more than its stack.
+  bool is_intact(std::size_t index) const;
+
+ private:
+  char* memory_;
+  std::size_t count_;
+};
 
 }  // namespace chord::emulator

@@ -36,7 +36,10 @@ std::uint64_t Random::next() {
 }
 
 Launch::Launch(const LaunchArguments& arguments, GlobalMemory* memory)
-    : arguments(arguments), global(memory), random{arguments.seed} {
+    : arguments(arguments),
+      global(memory),
+      random{arguments.seed},
+      stacks_(static_cast<std::size_t>(arguments.blocks) * arguments.threads) {
   launch = this;
   event_policy_ = random.below(3);
   for (int i = 0; i < arguments.blocks; ++i) make_block(i);
@@ -72,7 +75,7 @@ void Launch::make_block(int index) {
     thread.knowledge = Knowledge(block.slots.count());
     thread.advance();
     const std::size_t stack = static_cast<std::size_t>(index) * threads + i;
-    thread.fiber.prepare(fiber_stack(stack), fiber_stack_bytes(), thread_body);
+    thread.fiber.prepare(stacks_.stack(stack), FiberStacks::stack_bytes(), thread_body);
     wake(thread);
   }
   alive_ += threads;
@@ -120,7 +123,11 @@ void Launch::run_thread(Warp& warp) {
   self = &thread;
   thread.fiber.switch_from(scheduler);
   self = nullptr;
-  if (thread.state == State::kDone) --alive_;
+  if (thread.state != State::kDone) return;
+  --alive_;
+  const std::size_t stack =
+      static_cast<std::size_t>(thread.block->index) * arguments.threads + thread.index;
+  if (!stacks_.is_intact(stack)) error = "a thread of the kernel has overrun the emulator's stack";
 }
 
 void Launch::run_event() {

@@ -208,6 +208,7 @@ class Launch {
   Warp& pick_warp();
   void run_event();
 
+  FiberStacks stacks_;
   std::vector<Warp*> runnable_;
   std::vector<std::function<void()>> events_;
   Warp* current_ = nullptr;

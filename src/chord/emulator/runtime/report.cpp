@@ -23,11 +23,12 @@ std::vector<Place>& places() {
 std::string lane_text(std::uint32_t lanes) {
   if (lanes == 0xffffffffu) return "all lanes";
   std::string result;
+  const char* const word = (lanes & (lanes - 1)) == 0 ? "lane " : "lanes ";
   for (int lane = 0; lane < 32; ++lane) {
     if ((lanes >> lane & 1) == 0) continue;
     int last = lane;
     while (last < 31 && (lanes >> (last + 1) & 1) != 0) ++last;
-    result += result.empty() ? "lanes " : ", ";
+    result += result.empty() ? word : ", ";
     result += lane == last ? text("%d", lane) : text("%d-%d", lane, last);
     lane = last;
   }
@@ -54,8 +55,9 @@ std::string wait_text(const Thread& thread) {
     case State::kDone:
       return "has ended";
     case State::kWarp:
-      what = text("its warp at %s, where only lanes %#x have arrived",
-                  name_of(static_cast<Collective>(thread.waits_for)), thread.warp->arrived);
+      what = text("its warp at %s, where only %s have arrived",
+                  name_of(static_cast<Collective>(thread.waits_for)),
+                  lane_text(thread.warp->arrived).c_str());
       break;
     case State::kNamed: {
       const NamedBarrier& barrier = thread.block->named[thread.waits_for];

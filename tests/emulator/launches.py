@@ -1,0 +1,78 @@
+"""One emulated launch with EXACT inputs and its expected output, for all tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import cases
+from chord.emulator import run_indexed
+from chord.plan.config import Config
+from chord.routing import Indexed, align
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem small enough for the CPU.
+
+    Attributes:
+        num_experts, n, k: of the weight.
+        tokens, top_k: of the routing; `routing` as in cases.topk_ids.
+        block_m: slots of a routing block.
+        num_blocks: blocks of the launch.
+    """
+
+    num_experts: int
+    n: int
+    k: int
+    tokens: int
+    top_k: int = 1
+    block_m: int = 8
+    routing: str = "uniform"
+    num_blocks: int = 3
+
+    def __str__(self) -> str:
+        return (
+            f"E{self.num_experts}-N{self.n}-K{self.k}-T{self.tokens}x{self.top_k}"
+            f"-b{self.block_m}-{self.routing}-g{self.num_blocks}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Operands of a launch and what has to come out; rows of `expected` are NaN where unrouted."""
+
+    x: torch.Tensor
+    weights: cases.Weights
+    routing: Indexed
+    expected: torch.Tensor
+
+
+def inputs(shape: Shape, seed: int = 0) -> Inputs:
+    """Make EXACT operands; scales are powers of two that differ from group to group."""
+    ids = cases.topk_ids(shape.tokens, shape.top_k, shape.num_experts, shape.routing, seed=seed)
+    x = cases.exact_x(shape.tokens, shape.k, seed=seed)
+    weights = cases.random_weights(shape.num_experts, shape.n, shape.k, scale_powers=3, seed=seed)
+    routing = align(ids, num_experts=shape.num_experts, block_m=shape.block_m)
+    expected = cases.expected_rows(x, weights, ids, shape.top_k)
+    return Inputs(x, weights, routing, expected)
+
+
+def foreign_blocks(routing: Indexed, every: int) -> Indexed:
+    """Give every `every`-th routing block to another rank: its expert becomes -1."""
+    experts = routing.expert_ids.clone()
+    experts[::every] = -1
+    return replace(routing, expert_ids=experts)
+
+
+def check(config: Config, given: Inputs, num_blocks: int, **options: object) -> None:
+    """Run a launch and compare bit for bit; rows that nobody routes must stay untouched."""
+    rows, n = given.expected.shape
+    buffer, out = cases.guarded(rows, n)
+    packed = given.weights.pack()
+    run_indexed(config, given.x, packed, given.routing, out, num_blocks=num_blocks, **options)
+    routed = ~given.expected.isnan().any(dim=1)
+    assert torch.equal(out[routed], given.expected[routed].bfloat16()), "routed rows differ"
+    assert cases.is_poison(out[~routed]), "a row that nobody routes was written"
+    assert cases.is_poison(buffer[0]) and cases.is_poison(buffer[-1]), "a guard row was written"
