@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chord.cli.console import console, progress, table
+from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
     from chord.jit.compiler import Cubin
@@ -64,7 +64,7 @@ def _compile_one(job: Job) -> Cubin:
 
 
 def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
-    listing = table("arch", "kernel", "registers", "stack", "spills", "seconds", numbers=True)
+    console.print("arch     registers  stack  spills  seconds  kernel", style="bold")
     clean: dict[str, int] = {}
     failures: list[str] = []
     for arch, config, addressing in work:
@@ -77,8 +77,10 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
         report = result.report
         spills = report.spill_store_bytes + report.spill_load_bytes
         seconds = f"{result.seconds:.1f}" if result.seconds else "cached"
-        listing.add_row(
-            arch, name, str(report.registers), str(report.stack_bytes), str(spills), seconds
+        console.print(
+            f"{arch:<9}{report.registers:>9}  {report.stack_bytes:>5}  {spills:>6}  {seconds:>7}  "
+            f"{name}",
+            soft_wrap=True,
         )
         if report.is_clean:
             clean[arch] += 1
@@ -86,7 +88,6 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
             failures.append(
                 f"{arch} {name}: {spills} bytes of spills, {report.stack_bytes} of stack"
             )
-    console.print(listing)
     for arch, count in clean.items():
         total = sum(job[0] == arch for job in work)
         console.print(f"{arch}: {count} of {total} configurations compiled with zero spills")

@@ -35,17 +35,13 @@ def progress() -> Progress:
     )
 
 
-def table(*columns: str, numbers: bool = False) -> Table:
+def table(*columns: str) -> Table:
     """Make a plain table.
 
     Args:
-        columns: Headings.
-        numbers: Right-align all columns but the first.
+        columns: Headings; empty ones make a table without a heading line.
 
     Returns:
         An empty table.
     """
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(columns):
-        made.add_column(heading, justify="right" if numbers and index else "left", no_wrap=numbers)
-    return made
+    return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chord.cli.console import console, table
+from chord.cli.console import console
 
 if TYPE_CHECKING:
     from chord.device import DeviceFacts
@@ -39,11 +39,13 @@ def explain(
         f"{len(decision.considered)} can run, {len(decision.rejected)} rejected",
         soft_wrap=True,
     )
-    listing = table("configuration", "smem bytes", "predicted us", numbers=True)
+    console.print("predicted us  smem bytes  configuration", style="bold")
     for config, predicted_us in decision.considered:
         chosen = "  <-" if config == decision.config else ""
-        listing.add_row(config.label(), str(config.smem_bytes()), f"{predicted_us:.1f}{chosen}")
-    console.print(listing)
+        console.print(
+            f"{predicted_us:>12.1f}  {config.smem_bytes():>10}  {config.label()}{chosen}",
+            soft_wrap=True,
+        )
     for config, reason in decision.rejected:
         console.print(f"[dim]rejected: {config.label()}: {reason}[/]", soft_wrap=True)
 
