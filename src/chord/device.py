@@ -106,10 +106,24 @@ def facts_of(index: int) -> DeviceFacts:
         card=_card_key(properties.name),
         arch=f"sm_{properties.major}{properties.minor}a",
         num_sms=properties.multi_processor_count,
-        smem_per_block_optin=properties.shared_memory_per_block_optin,
+        smem_per_block_optin=_smem_per_block_optin(index),
         l2_bytes=properties.L2_cache_size,
         driver=driver_version(),
     )
+
+
+def _smem_per_block_optin(index: int) -> int:
+    """Ask the driver, which torch has initialised, for an attribute that torch does not name."""
+    attribute = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    library = ctypes.CDLL("libcuda.so.1")
+    device, value = ctypes.c_int(), ctypes.c_int()
+    result = library.cuDeviceGet(ctypes.byref(device), index)
+    result = result or library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    if result != 0:
+        raise UnsupportedError(
+            f"the driver does not tell the shared memory of device {index} (CUDA error {result})"
+        )
+    return value.value
 
 
 def _card_key(name: str) -> str:

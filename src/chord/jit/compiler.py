@@ -131,7 +131,7 @@ def compile_unit(source: str, arch: str, include_root: Path = INCLUDE_ROOT) -> C
             name=_UNIT_NAME,
             arch=arch,
             include_path=[str(include_root)],
-            **OPTIONS,  # type: ignore[arg-type]
+            **OPTIONS,
         )
         code = Program(source, "c++", options).compile("cubin", logs=log).code
     except Exception as error:  # cuda-core has a family of classes for one failure

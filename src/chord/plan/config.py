@@ -16,9 +16,9 @@ from chord.weights.layout import UNIT_BYTES, UNIT_K, UNIT_N
 WARP_FEATURES = 32
 MAX_SEGMENTS = 512
 
-_SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4
-_SCHEDULE_SCRATCH_BYTES = 256
-BARRIER_BYTES = 256
+_SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
+_SCHEDULE_SCRATCH_BYTES = 160
+BARRIER_BYTES = 160
 _STORE_BYTES_PER_WARP = 2 * 8 * (2 * WARP_FEATURES + 16)
 _FIXED_BYTES = _SEGMENT_TABLE_BYTES + _SCHEDULE_SCRATCH_BYTES + BARRIER_BYTES
 
@@ -30,7 +30,7 @@ class _Rendered:
 
     def fields(self) -> dict[str, int]:
         """Return the fields by name, in the order of the C++ struct."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
+        return asdict(self)  # type: ignore[call-overload]
 
     def to_cpp(self) -> str:
         """Return the designated initialiser, `{.stages = 4, ...}`."""
@@ -78,7 +78,8 @@ class DecodeConfig(_Rendered):
     def smem_bytes(self) -> int:
         """Return the dynamic shared memory of a block."""
         units = (self.tile_features // UNIT_N) * (self.block_k // UNIT_K)
-        stage = units * UNIT_BYTES + self.max_tokens * (2 * self.block_k + 16)
+        note = 16 + 4 * self.max_tokens
+        stage = units * UNIT_BYTES + self.max_tokens * (2 * self.block_k + 16) + note
         return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + _FIXED_BYTES
 
     def partial_floats(self) -> int:
@@ -92,12 +93,14 @@ class PrefillConfig(_Rendered):
 
     Attributes:
         block_m: Most rows of a tile.
-        width_step: A tile's own width is a multiple of this.
+        min_width: Tiles are multiplied at the smallest of the widths min_width,
+        width_step: min_width + width_step, ..., block_m that holds their rows.
         block_k: K of a pipeline stage.
         stages: Pipeline stages.
     """
 
     block_m: int
+    min_width: int
     width_step: int
     block_k: int
     stages: int
@@ -125,7 +128,8 @@ class PrefillConfig(_Rendered):
         units = self.block_k // UNIT_K
         weights = (self.tile_features // UNIT_N) * units * UNIT_BYTES
         stage = units * self.block_m * 2 * UNIT_K + weights
-        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + _FIXED_BYTES
+        rows = 4 * self.block_m
+        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + _FIXED_BYTES
 
 
 Config = DecodeConfig | PrefillConfig
@@ -157,9 +161,8 @@ _SHIPPED_DECODE = (
     DecodeConfig(max_tokens=64, warps=8, block_k=256, stages=3),
 )
 _SHIPPED_PREFILL = (
-    PrefillConfig(block_m=64, width_step=8, block_k=128, stages=6),
-    PrefillConfig(block_m=96, width_step=8, block_k=128, stages=5),
-    PrefillConfig(block_m=128, width_step=8, block_k=128, stages=4),
+    PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=6),
+    PrefillConfig(block_m=128, min_width=72, width_step=8, block_k=128, stages=4),
 )
 _SHIPPED: dict[str, tuple[Config, ...]] = {
     "sm_90a": _SHIPPED_DECODE + _SHIPPED_PREFILL,

@@ -120,7 +120,7 @@ def _prefill_us(config: PrefillConfig, problem: GemmProblem, device: DeviceFacts
     for rows, experts in problem.load_histogram:
         count = math.ceil(rows / config.block_m)
         step = config.width_step
-        width = step * math.ceil(rows / count / step)
+        width = max(config.min_width, step * math.ceil(rows / count / step))
         math_us = 2 * weights * width * device.num_sms / rate.wgmma_flop_per_us
         load_us = weight_bytes / count * device.num_sms / rate.memory_bytes_per_us
         number = experts * count * feature_tiles

@@ -101,10 +101,16 @@ def _reject_decode(config: DecodeConfig) -> str | None:
 def _reject_prefill(config: PrefillConfig) -> str | None:
     if config.width_step not in (8, 16):
         return f"width_step={config.width_step} is not 8 or 16 (token widths of wgmma that pay)"
-    if config.block_m % config.width_step or not config.width_step <= config.block_m <= 128:
+    if config.block_m % 8 or not 8 <= config.block_m <= 192:
         return (
-            f"block_m={config.block_m} is not a multiple of width_step={config.width_step} up to "
-            f"128 (two accumulators of block_m / 2 registers beside the fragments)"
+            f"block_m={config.block_m} is not a multiple of 8 in 8..192 (two accumulators of "
+            f"block_m / 2 registers have to fit beside the fragments)"
+        )
+    steps, rest = divmod(config.block_m - config.min_width, config.width_step)
+    if config.min_width % 8 or config.min_width < 8 or rest or steps < 0:
+        return (
+            f"min_width={config.min_width} with width_step={config.width_step} does not reach "
+            f"block_m={config.block_m} in multiples of 8"
         )
     return None
 

@@ -10,6 +10,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chord.device import DeviceFacts
 from chord.errors import InputError, UnsupportedError
@@ -138,7 +139,7 @@ def profile_rows(card: str, profiles: Path = PROFILES) -> tuple[ProfileRow, ...]
         ) from error
 
 
-def _parse_row(source: str, row: dict) -> ProfileRow:  # type: ignore[type-arg]
+def _parse_row(source: str, row: dict[str, Any]) -> ProfileRow:
     return ProfileRow(
         source=source,
         num_experts=int(row["num_experts"]),

@@ -1,0 +1,338 @@
+"""Grouped GEMMs with packed experts: check the arguments, choose a kernel, launch it.
+
+`indexed` is public. `run` is below it: one launcher for every kernel and addressing type, which
+also takes an explicit configuration (tuning, tests, benchmarks).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from chord import device as devices
+from chord import reference, routing
+from chord.errors import InputError, UnsupportedError
+from chord.jit import launch as launching
+from chord.plan import select
+from chord.plan.config import MAX_SEGMENTS, Config
+from chord.plan.legality import reject
+from chord.plan.problem import GemmProblem
+from chord.weights.packed import PackedExperts
+
+_LOG = logging.getLogger("chord")
+
+MAX_BLOCK_M = 1024
+_INT_LIMIT = 1 << 31
+
+
+def indexed(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    top_k: int,
+    *,
+    block_m: int | None = None,
+    out: torch.Tensor | None = None,
+    validate: bool = True,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Multiply each route's row with its expert's weight: `out[r] = x[r // top_k] @ W[e(r)].T`.
+
+    The routing buffers are those of vLLM's `moe_align_block_size`, or of `chord.routing.align`;
+    they may be larger than what is used. With validate=False nothing waits for the device and the
+    call can be captured in a CUDA graph, once a call with as many rows has loaded its kernel.
+    Without a CUDA GPU, with tensors on the CPU, `chord.reference` computes the same.
+
+    Args:
+        x: bf16, [M, K], contiguous, 16-byte aligned.
+        experts: PackedExperts of E experts, [N, K] each, on the device of x.
+        sorted_token_ids: int32, [P], routes sorted by expert; M * top_k and above is padding.
+        expert_ids: int32, [B], local expert of each block, -1 for a block to skip.
+        num_tokens_post_padded: int32, [1], entries of sorted_token_ids in use.
+        top_k: Routes that share a row of x: 1 if every route has a row of its own.
+        block_m: Entries of a block; worked out from P and B where they allow one power of two only.
+        out: bf16, [M * top_k, N], contiguous, 16-byte aligned; rows that no block names are left
+            untouched. Without it a new tensor is returned, in which they are zero.
+        validate: Check the routing's values first, which waits for the device.
+        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+
+    Returns:
+        bf16, [M * top_k, N]; `out` if it was given.
+
+    Raises:
+        InputError: An argument breaks a rule; nothing has been launched.
+        UnsupportedError: No kernel does this shape on this card.
+        CompileError: The kernel does not compile or load.
+        CaptureError: The kernel is not loaded yet and a CUDA graph is being captured.
+
+    Example:
+        >>> import torch, chord
+        >>> codes = torch.randint(0, 16, (2, 64, 64), dtype=torch.uint8)
+        >>> experts = chord.pack_experts(codes, torch.ones(2, 64, 2, dtype=torch.bfloat16))
+        >>> where = chord.routing.align(torch.tensor([[0], [1]]), num_experts=2, block_m=16)
+        >>> x = torch.ones(2, 64, dtype=torch.bfloat16)
+        >>> chord.indexed(x, experts, where.sorted_token_ids, where.expert_ids,
+        ...               where.num_tokens_post_padded, top_k=1, block_m=16).shape
+        torch.Size([2, 64])
+    """
+    _check_rows(x, experts)
+    if block_m is None:
+        block_m = infer_block_m(sorted_token_ids.numel(), expert_ids.numel())
+    num_routes = _check_routing(
+        x, sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m
+    )
+    out = _prepare_out(out, x, num_routes, experts.n)
+    if not x.is_cuda:
+        _say_reference_once()
+        return reference.indexed(
+            x,
+            experts,
+            sorted_token_ids,
+            expert_ids,
+            num_tokens_post_padded,
+            top_k,
+            out,
+            block_m=block_m,
+            validate=validate,
+        )
+    if num_routes == 0 or expert_ids.numel() == 0 or sorted_token_ids.numel() == 0:
+        return out
+    if validate:
+        _validate_values(
+            routing.Indexed(sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m),
+            x.shape[0],
+            experts.num_experts,
+        )
+    run(
+        x,
+        experts,
+        out,
+        "Indexed",
+        (
+            sorted_token_ids.data_ptr(),
+            expert_ids.data_ptr(),
+            num_tokens_post_padded.data_ptr(),
+            num_routes,
+            top_k,
+            block_m,
+            expert_ids.numel(),
+        ),
+        config=config,
+    )
+    return out
+
+
+def run(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    out: torch.Tensor,
+    addressing: str,
+    values: tuple[int, ...],
+    *,
+    config: Config | None = None,
+) -> None:
+    """Launch a grouped GEMM on torch's current stream; the arguments have been checked.
+
+    Args:
+        x: bf16, rows of K.
+        experts: PackedExperts, [E, N, K] inside.
+        out: bf16, [R, N].
+        addressing: How rows are found, a type of kernels/addressing.
+        values: Fields of its parameters, in the order of `chord.jit.params`.
+        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+
+    Raises:
+        InputError: `config` cannot run here; says why.
+        UnsupportedError, CompileError, CaptureError: As `indexed`.
+    """
+    index = x.get_device()
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            run(x, experts, out, addressing, values, config=config)
+        return
+    shape = (experts.num_experts, experts.n, experts.k, out.numel() // experts.n, addressing)
+    chosen = _choose(shape, index) if config is None else _accept(config, shape, index)
+    launcher = launching.launcher(chosen, addressing, index)
+    stream = launching.current_stream(index)
+    partial = flags = 0
+    if launcher.needs_scratch:
+        partial, flags = launching.scratch_pointers(chosen, index, stream)  # type: ignore[arg-type]
+    data = experts.data
+    launcher.launch(
+        stream,
+        (
+            x.data_ptr(),
+            data.data_ptr(),
+            out.data_ptr(),
+            partial,
+            flags,
+            shape[0],
+            shape[1],
+            shape[2],
+            0,
+            *values,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=16384)
+def _choose(shape: tuple[int, int, int, int, str], index: int) -> Config:
+    return select.decide(GemmProblem(*shape), devices.facts_of(index)).config
+
+
+@functools.lru_cache(maxsize=16384)
+def _accept(config: Config, shape: tuple[int, int, int, int, str], index: int) -> Config:
+    facts = devices.facts_of(index)
+    reason = reject(config, GemmProblem(*shape), facts)
+    if reason is not None:
+        raise InputError(f"config={config.label()} cannot run on {facts.name}: {reason}")
+    return config
+
+
+def infer_block_m(num_slots: int, num_blocks: int) -> int:
+    """Return the one power of two that makes `num_blocks` blocks out of `num_slots` slots.
+
+    Args:
+        num_slots: Length of sorted_token_ids.
+        num_blocks: Length of expert_ids.
+
+    Raises:
+        InputError: Several block sizes, or none, fit both lengths.
+    """
+    candidates = [1 << bits for bits in range(MAX_BLOCK_M.bit_length())]
+    if num_blocks == 0 or num_slots == 0:
+        return candidates[0]  # nothing is read
+    fitting = [size for size in candidates if -(-num_slots // size) == num_blocks]
+    if len(fitting) != 1:
+        found = f"blocks of {fitting} fit" if fitting else "no power of two fits"
+        raise InputError(
+            f"block_m cannot be told from sorted_token_ids of {num_slots} and expert_ids of "
+            f"{num_blocks} entries ({found}); pass block_m"
+        )
+    return fitting[0]
+
+
+def _check_rows(x: torch.Tensor, experts: PackedExperts) -> None:
+    """Check x and that the weights fit it."""
+    if x.dtype is not torch.bfloat16 or x.dim() != 2:
+        raise InputError(f"x is {x.dtype} {list(x.shape)}; it must be bf16 [M, K]")
+    if x.shape[1] != experts.k:
+        raise InputError(
+            f"x is {list(x.shape)}, the experts have K={experts.k}; the last dimension of x must "
+            f"be K"
+        )
+    _check_dense("x", x)
+    data = experts.data
+    if data.device != x.device:
+        raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")
+    if x.device.type not in ("cuda", "cpu"):
+        raise InputError(f"x is on {x.device}; Chord runs on CUDA, and on the CPU by its reference")
+    if experts.gate_up_interleaved and x.is_cuda:
+        raise UnsupportedError(
+            "experts were packed with interleave_gate_up=True, whose order the plain grouped GEMM "
+            "does not undo; pack them without it"
+        )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise InputError(
+            f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}; it must be "
+            f"contiguous: pass {name}.contiguous()"
+        )
+    if tensor.data_ptr() % 16:
+        raise InputError(
+            f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned (rows "
+            f"are copied 16 bytes at a time): pass a copy"
+        )
+
+
+def _check_routing(
+    x: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    top_k: int,
+    block_m: int,
+) -> int:
+    """Check what the host knows of the routing; return the number of routes."""
+    device = x.device
+    for name, tensor in (
+        ("sorted_token_ids", sorted_token_ids),
+        ("expert_ids", expert_ids),
+        ("num_tokens_post_padded", num_tokens_post_padded),
+    ):
+        if tensor.dtype is not torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise InputError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}; it must be int32, of one dimension and contiguous"
+            )
+        if tensor.device != device:
+            raise InputError(f"{name} is on {tensor.device}, x is on {device}; move one of them")
+    if num_tokens_post_padded.numel() != 1:
+        raise InputError(
+            f"num_tokens_post_padded has {num_tokens_post_padded.numel()} elements; it must hold "
+            f"the one number of used slots"
+        )
+    if top_k < 1:
+        raise InputError(f"top_k={top_k} must be at least 1")
+    if not 1 <= block_m <= MAX_BLOCK_M:
+        raise InputError(f"block_m={block_m} is not in 1..{MAX_BLOCK_M}")
+    num_routes = x.shape[0] * top_k
+    for name, count in (
+        ("x with top_k", num_routes),
+        ("sorted_token_ids", sorted_token_ids.numel()),
+        ("expert_ids with block_m", expert_ids.numel() * block_m),
+    ):
+        if count >= _INT_LIMIT:
+            raise InputError(f"{name} makes {count} rows; rows are counted in 32 bits, below 2^31")
+    return num_routes
+
+
+def _prepare_out(
+    out: torch.Tensor | None, x: torch.Tensor, num_routes: int, n: int
+) -> torch.Tensor:
+    """Return the output: the caller's, checked, or a new one of zeros."""
+    if out is None:
+        return torch.zeros(num_routes, n, dtype=torch.bfloat16, device=x.device)
+    if out.dtype is not torch.bfloat16 or out.shape != (num_routes, n):
+        raise InputError(
+            f"out is {out.dtype} {list(out.shape)}; it must be bf16 [{num_routes}, {n}], a row "
+            f"for each of the M * top_k routes"
+        )
+    if out.device != x.device:
+        raise InputError(f"out is on {out.device}, x is on {x.device}; move one of them")
+    _check_dense("out", out)
+    x_bytes, out_bytes = 2 * x.numel(), 2 * out.numel()
+    if x.data_ptr() < out.data_ptr() + out_bytes and out.data_ptr() < x.data_ptr() + x_bytes:
+        raise InputError(
+            f"out {list(out.shape)} overlaps x {list(x.shape)} in memory; rows of x are read "
+            f"while others are written: pass another out"
+        )
+    return out
+
+
+def _validate_values(where: routing.Indexed, num_tokens: int, num_experts: int) -> None:
+    """Check the routing's values, and that a launch's table of runs holds them."""
+    where.validate(num_tokens, num_experts)
+    used = where.expert_ids[: int(where.num_tokens_post_padded.item()) // where.block_m]
+    begins = used >= 0
+    begins[1:] &= used[1:] != used[:-1]
+    runs = int(begins.sum())
+    if runs > MAX_SEGMENTS:
+        raise InputError(
+            f"expert_ids changes from expert to expert {runs} times; blocks of one expert must "
+            f"lie together (a launch holds {MAX_SEGMENTS} runs)"
+        )
+
+
+@functools.cache
+def _say_reference_once() -> None:
+    _LOG.warning(
+        "x is on the CPU: Chord computes with chord.reference, in plain PyTorch and slowly; its "
+        "kernels need tensors on a CUDA GPU (Hopper or Blackwell)"
+    )
