@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Fault:
         old: Text that stands there, once.
         new: What takes its place.
         message: Regular expression of the report.
-        options: Of the launch.
+        flavour: How the unit is compiled, see chord.emulator.build.
     """
 
     name: str
@@ -35,9 +36,11 @@ class Fault:
         """Return the header with the fault in it, as build.build takes it."""
         path = SOURCES / self.header
         text = path.read_text()
-        count = text.count(self.old)
+        # However the source is wrapped and indented.
+        pattern = r"\s+".join(re.escape(word) for word in self.old.split())
+        text, count = re.subn(pattern, lambda _: self.new, text)
         assert count == 1, f"{self.header} holds the text of {self.name!r} {count} times, not once"
-        return {self.header: text.replace(self.old, self.new)}
+        return {self.header: text}
 
 
 _DECODE = "chord/kernels/decode.cuh"

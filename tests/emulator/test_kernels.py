@@ -85,8 +85,9 @@ def test_every_interleaving(config: Config, seed: int) -> None:
 def test_blocks_of_another_rank_are_skipped(config: Config) -> None:
     given = inputs(Shape(4, 256, 128, 40, top_k=2))
     routing = foreign_blocks(given.routing, 3)
-    blocks = routing.sorted_token_ids[: routing.expert_ids.numel() * 8].view(-1, 8)
-    dropped = blocks[routing.expert_ids < 0].flatten()
+    used = int(routing.num_tokens_post_padded)
+    blocks = routing.sorted_token_ids[:used].view(-1, 8)
+    dropped = blocks[routing.expert_ids[: len(blocks)] < 0].flatten()
     expected = given.expected.clone()
     expected[dropped[dropped < len(expected)].long()] = float("nan")
     check(config, replace(given, routing=routing, expected=expected), 3)
@@ -96,8 +97,10 @@ def test_blocks_of_another_rank_are_skipped(config: Config) -> None:
 def test_padding_may_stand_between_rows(config: Config) -> None:
     """A routing block may hold pad slots anywhere, not only at its end."""
     given = inputs(Shape(2, 256, 96, 11, block_m=16))
-    ids = given.routing.sorted_token_ids.clone().view(-1, 16)
-    routing = replace(given.routing, sorted_token_ids=ids.flip(1).flatten().contiguous())
+    used = int(given.routing.num_tokens_post_padded)
+    ids = given.routing.sorted_token_ids.clone()
+    ids[:used] = ids[:used].view(-1, 16).flip(1).flatten()
+    routing = replace(given.routing, sorted_token_ids=ids)
     check(config, replace(given, routing=routing), 3)
 
 
