@@ -10,8 +10,8 @@ namespace chord {
 // Runs of one expert that a launch can hold: at least the number of local experts with rows.
 inline constexpr int kMaxSegments = 512;
 inline constexpr int kSegmentTableBytes = 3 * kMaxSegments * 4 + 16;
-inline constexpr int kScheduleScratchBytes = 256;
-inline constexpr int kBarrierBytes = 256;
+inline constexpr int kScheduleScratchBytes = 160;
+inline constexpr int kBarrierBytes = 160;
 
 // Both kernels: eight warps multiply, each 32 features wide, so a tile has 256 features.
 inline constexpr int kWarpFeatures = 32;
@@ -35,7 +35,10 @@ struct DecodeConfig {
   constexpr int x_row_bytes() const { return 2 * block_k + 16; }
   constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
   constexpr int x_stage_bytes() const { return max_tokens * x_row_bytes(); }
-  constexpr int stage_bytes() const { return weight_stage_bytes() + x_stage_bytes(); }
+  constexpr int note_bytes() const { return 16 + 4 * max_tokens; }
+  constexpr int stage_bytes() const {
+    return weight_stage_bytes() + x_stage_bytes() + note_bytes();
+  }
   constexpr int smem_bytes() const {
     return stages * stage_bytes() + warps * kStoreBytesPerWarp + kSegmentTableBytes +
            kScheduleScratchBytes + kBarrierBytes;

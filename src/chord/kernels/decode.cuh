@@ -35,7 +35,7 @@ class Decode {
   static_assert(kConfig.warps % 2 == 0, "warps must be even: two of them share a 64-feature unit");
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.stages >= 2, "stages must be at least 2: one loads while one is multiplied");
-  static_assert(20 * kConfig.stages <= kBarrierBytes, "barriers and notes of the ring must fit");
+  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
 
   static constexpr int kRowsPerLane = ceil_div(kConfig.max_tokens, 32);
 
@@ -43,7 +43,8 @@ class Decode {
     SmemAddress weight = ptx::dynamic_smem();
     SmemAddress x = weight + kConfig.stages * kConfig.weight_stage_bytes();
     SmemAddress store = x + kConfig.stages * kConfig.x_stage_bytes();
-    SmemAddress table = store + kConfig.warps * kStoreBytesPerWarp;
+    SmemAddress notes = store + kConfig.warps * kStoreBytesPerWarp;
+    SmemAddress table = notes + kConfig.stages * kConfig.note_bytes();
     SmemAddress scratch = table + kSegmentTableBytes;
     SmemAddress barriers = scratch + kScheduleScratchBytes;
   };
@@ -54,6 +55,10 @@ class Decode {
     int feature_tile;
     int k_chunk;
   };
+
+  // What travels with a stage: the width that its tile is multiplied at, and each token's output row.
+  SmemAddress width_note(int stage) const { return smem.notes + stage * kConfig.note_bytes(); }
+  SmemAddress row_note(int stage, int token) const { return width_note(stage) + 16 + 4 * token; }
 
   // Rows of one tile as the lanes hold them: token lane + 32 i in output_row[i], -1 for none.
   struct Rows {
@@ -76,7 +81,9 @@ class Decode {
     }
     ptx::fence_proxy_async();
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.max_tokens);
-    total_chunks = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_chunks();
+    const i64 chunks = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_chunks();
+    chunks_per_block = chunks / ptx::grid_dim();
+    longer_blocks = static_cast<int>(chunks % ptx::grid_dim());
     const i64 begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
     if (begin == end) return;
     if (warp == kConfig.warps) {
@@ -94,16 +101,17 @@ class Decode {
   int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
 
   // First chunk of block `block`; blocks differ by at most one chunk.
-  i64 first_chunk(int block) const { return total_chunks * block / ptx::grid_dim(); }
+  i64 first_chunk(int block) const {
+    return chunks_per_block * block + min_of(block, longer_blocks);
+  }
 
   Cursor cursor_at(i64 chunk) const {
     const int tile = static_cast<int>(chunk / k_chunks());
     return {tile / feature_tiles(), tile % feature_tiles(), static_cast<int>(chunk % k_chunks())};
   }
 
-  // Moves on by one chunk; true when that begins another row tile.
-  bool advance(Cursor& at) const {
-    if (++at.k_chunk < k_chunks()) return false;
+  // Moves on to the next feature tile; true when that begins another row tile.
+  bool next_tile(Cursor& at) const {
     at.k_chunk = 0;
     if (++at.feature_tile < feature_tiles()) return false;
     at.feature_tile = 0;
@@ -111,6 +119,9 @@ class Decode {
     return true;
   }
 
+  int tile_stripes(int feature_tile) const {
+    return min_of(kConfig.stripes(), stripes() - feature_tile * kConfig.stripes());
+  }
   int chunk_units(int k_chunk) const {
     return min_of(kConfig.units(), k_units() - k_chunk * kConfig.units());
   }
@@ -142,14 +153,15 @@ class Decode {
     for (i64 chunk = begin; chunk < end; ++chunk) {
       load_stage(at, cursor, rows);
       at.advance();
-      if (advance(cursor) && chunk + 1 < end) rows = load_rows(cursor.row_tile);
+      const bool tile_done = ++cursor.k_chunk == k_chunks();
+      if (tile_done && next_tile(cursor) && chunk + 1 < end) rows = load_rows(cursor.row_tile);
     }
   }
 
   void load_stage(RingPosition<kConfig.stages> at, const Cursor& cursor, const Rows& rows) {
     const int units = chunk_units(cursor.k_chunk);
     const int first_stripe = cursor.feature_tile * kConfig.stripes();
-    const int tile_stripes = min_of(kConfig.stripes(), stripes() - first_stripe);
+    const int num_stripes = tile_stripes(cursor.feature_tile);
     const int first_k = cursor.k_chunk * kConfig.block_k;
     const int x_bytes = 2 * min_of(kConfig.block_k, p.k - first_k);
     int num_rows = 0;
@@ -159,13 +171,20 @@ class Decode {
     }
     ring.wait_empty(at);
     const SmemAddress full = ring.full(at.stage);
-    if (lane == 0) {
-      ptx::store_shared(ring.note(at.stage), rows.width);
-      ptx::mbarrier_arrive_expect_bytes(
-          full, tile_stripes * units * kUnitBytes + num_rows * x_bytes);
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int token = lane + 32 * i;
+      if (token < kConfig.max_tokens) {
+        ptx::store_shared(row_note(at.stage, token), rows.output_row[i]);
+      }
     }
     ptx::sync_warp();
-    if (lane < tile_stripes) {
+    if (lane == 0) {
+      ptx::store_shared(width_note(at.stage), rows.width);
+      ptx::mbarrier_arrive_expect_bytes(
+          full, num_stripes * units * kUnitBytes + num_rows * x_bytes);
+    }
+    if (lane < num_stripes) {
       const i64 source = unit_offset(rows.expert, first_stripe + lane,
                                      cursor.k_chunk * kConfig.units(), stripes(), k_units());
       ptx::bulk_load_stream(weight_stage(at.stage) + lane * kConfig.units() * kUnitBytes,
@@ -183,15 +202,19 @@ class Decode {
   // ---- Multiplying warps.
   void multiply(i64 begin, i64 end) {
     RingPosition<kConfig.stages> at;
-    i64 chunk = begin;
-    while (chunk < end) {
-      const Cursor cursor = cursor_at(chunk);
+    Cursor cursor = cursor_at(begin);
+    for (i64 chunk = begin; chunk < end;) {
       const int chunks = static_cast<int>(min(end - chunk, i64{k_chunks() - cursor.k_chunk}));
+      // Lane-dependent addresses are worked out once a tile; hoisted above the widths, each width's
+      // copies would stay live and spill.
+      lane = ptx::opaque(lane);
+      warp = ptx::opaque(warp);
       ring.wait_full(at);
-      const int width = ptx::load_shared(ring.note(at.stage));
+      const int width = ptx::load_shared(width_note(at.stage));
       with_width<kConfig.max_tokens>(
           width, [&]<int kWidth>() { multiply_tile<kWidth>(at, cursor, chunks, chunk); });
       chunk += chunks;
+      next_tile(cursor);
     }
   }
 
@@ -212,53 +235,77 @@ class Decode {
                      i64 chunk) {
     constexpr int kEights = kWidth / 8;
     float sums[2][kEights][4] = {};
-    for (int i = 0; i < chunks; ++i) {
+    // Warps behind N repeat the last stripe, and nothing of it is stored.
+    const int stripe = min_of(warp / 2, tile_stripes(cursor.feature_tile) - 1);
+    for (int i = 0; i + 1 < chunks; ++i) {
       ring.wait_full(at);
-      multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i);
-      ptx::sync_warp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
-      at.advance();
+      multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i, stripe);
+      release(at);
     }
+    ring.wait_full(at);
+    multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + chunks - 1, stripe);
+    int output_row[kEights];  // of token 8 e + lane / 4
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      output_row[eight] = ptx::load_shared(row_note(at.stage, 8 * eight + lane / 4));
+    }
+    release(at);
     if (cursor.k_chunk > 0) {
       leave_partial<kEights>(sums);
       return;
     }
-    const Rows rows = load_rows(cursor.row_tile);
     if (chunks < k_chunks()) add_partials<kEights>(sums, chunk + k_chunks());
-    store_tile<kEights>(sums, rows, cursor.feature_tile);
+    store_tile<kEights>(sums, output_row, cursor.feature_tile);
+  }
+
+  // Hands the stage back to the loader and moves on.
+  void release(RingPosition<kConfig.stages>& at) const {
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+    at.advance();
   }
 
   template <int kEights>
-  void multiply_stage(float (&sums)[2][kEights][4], int stage, int k_chunk) {
-    const int units = chunk_units(k_chunk);
-    const int groups = min_of(2 * kConfig.units(),
-                              ceil_div(p.k - k_chunk * kConfig.block_k, kGroupK));
-    const SmemAddress unit_base =
-        weight_stage(stage) + (warp / 2) * kConfig.units() * kUnitBytes;
-    const int row_tile = 2 * (warp % 2);
+  void multiply_stage(float (&sums)[2][kEights][4], int stage, int k_chunk, int stripe) {
+    const int groups = ceil_div(p.k - k_chunk * kConfig.block_k, kGroupK);
+    const SmemAddress weight = weight_stage(stage) + stripe * kConfig.units() * kUnitBytes;
     // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
-    const SmemAddress x_base =
+    const SmemAddress x =
         x_stage(stage) + (lane % 8) * kConfig.x_row_bytes() + (lane / 8) * 16;
-    // Two units in flight hide ldmatrix latency; from 40 tokens on they would spill.
-#pragma unroll (kEights > 4 ? 1 : 2)
-    for (int unit = 0; unit < units; ++unit) {
-      const SmemAddress source = unit_base + unit * kUnitBytes;
-      u32 codes[2][4];
-      u32 scales[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const U32x4 words = ptx::load_shared_x4(source + code_offset(row_tile + i, lane));
-        const U32x2 pairs = ptx::load_shared_x2(source + scale_offset(row_tile + i, lane));
-        codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
-        scales[i][0] = pairs.x, scales[i][1] = pairs.y;
+    if (groups >= 2 * kConfig.units()) {
+      // Unrolled whole, so that loads of the next units overlap: worth 5 % at 16 tokens. Wider sums
+      // leave no registers for that.
+#pragma unroll (kEights > 2 ? 1 : kConfig.units())
+      for (int unit = 0; unit < kConfig.units(); ++unit) {
+        multiply_unit<kEights>(sums, weight + unit * kUnitBytes, x + unit * 2 * kUnitK, 2);
       }
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        // K mod 64 = 32: the second group of the last unit has no activations.
-        if (group == 1 && 2 * unit + 1 >= groups) break;
-        multiply_group<kEights>(sums, codes, scales, group,
-                                x_base + (2 * unit + group) * 2 * kGroupK);
+    } else {
+#pragma unroll 1
+      for (int unit = 0; 2 * unit < groups; ++unit) {
+        multiply_unit<kEights>(sums, weight + unit * kUnitBytes, x + unit * 2 * kUnitK,
+                               groups - 2 * unit);
       }
+    }
+  }
+
+  // The unit's first group, and its second unless `groups` is 1: with K mod 64 = 32 the last unit has
+  // no activations for it.
+  template <int kEights>
+  void multiply_unit(float (&sums)[2][kEights][4], SmemAddress weight, SmemAddress x, int groups) {
+    const int row_tile = 2 * (warp % 2);
+    u32 codes[2][4];
+    u32 scales[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const U32x4 words = ptx::load_shared_x4(weight + code_offset(row_tile + i, lane));
+      const U32x2 pairs = ptx::load_shared_x2(weight + scale_offset(row_tile + i, lane));
+      codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
+      scales[i][0] = pairs.x, scales[i][1] = pairs.y;
+    }
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      if (group >= groups) break;
+      multiply_group<kEights>(sums, codes, scales, group, x + group * 2 * kGroupK);
     }
   }
 
@@ -334,14 +381,14 @@ class Decode {
   }
 
   template <int kEights>
-  void store_tile(const float (&sums)[2][kEights][4], const Rows& rows, int feature_tile) {
+  void store_tile(const float (&sums)[2][kEights][4], const int (&output_row)[kEights],
+                  int feature_tile) {
     const int first_feature = feature_tile * kConfig.tile_features() + warp * kWarpFeatures;
     const SmemAddress buffers = smem.store + warp * kStoreBytesPerWarp;
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
-      const int row = ptx::shuffle(rows.output_row[eight / 4], 8 * (eight % 4) + lane / 4);
       store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
-                         p.out, row, first_feature, p.n);
+                         p.out, output_row[eight], first_feature, p.n);
     }
     // The next tile begins with the first buffer again.
     ptx::sync_warp();
@@ -356,10 +403,11 @@ class Decode {
   const Addressing addressing;
   const Smem smem;
   const Ring<kConfig.stages> ring{smem.barriers};
-  const int warp = ptx::thread_idx() / 32;
-  const int lane = ptx::thread_idx() % 32;
+  int warp = ptx::thread_idx() / 32;
+  int lane = ptx::thread_idx() % 32;
   const SegmentTable table{smem.table};
-  i64 total_chunks = 0;
+  i64 chunks_per_block = 0;
+  int longer_blocks = 0;  // the first of them have one chunk more
 };
 
 template <DecodeConfig kConfig, class Addressing>

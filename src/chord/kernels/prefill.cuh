@@ -34,14 +34,12 @@ template <PrefillConfig kConfig, class Addressing>
 class Prefill {
   static_assert(kConfig.width_step == 8 || kConfig.width_step == 16,
                 "width_step must be 8 or 16: the steps of wgmma's token width that pay");
-  static_assert(kConfig.block_m % 8 == 0 && kConfig.block_m <= 128,
-                "block_m must be a multiple of 8 and at most 128: two accumulators of block_m / 2 "
+  static_assert(kConfig.block_m % 8 == 0 && kConfig.block_m <= 192,
+                "block_m must be a multiple of 8 and at most 192: two accumulators of block_m / 2 "
                 "registers each have to fit beside the fragments");
   static_assert(kConfig.min_width % 8 == 0 && kConfig.min_width <= kConfig.block_m &&
                     (kConfig.block_m - kConfig.min_width) % kConfig.width_step == 0,
                 "widths go from min_width to block_m in steps of width_step");
-  static_assert((kConfig.block_m - kConfig.min_width) / kConfig.width_step < 12,
-                "at most 12 widths: ptxas runs out of registers across more and serialises wgmma");
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
@@ -50,10 +48,16 @@ class Prefill {
   static constexpr int kLoaders = 128;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
+  static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kLoaderBarrier = 1;
-  static constexpr int kLoaderRegisters = 48;
+  static constexpr int kLoaderRegisters = 40;
   static constexpr int kMultiplierRegisters = 232;
+  // The block owns what it was launched with; asking for more in sum waits for ever.
+  static constexpr int kLaunchRegisters = 65536 / kConfig.threads() / 8 * 8;
+  static_assert(kLoaders * kLoaderRegisters + 32 * kConfig.warps() * kMultiplierRegisters <=
+                    kConfig.threads() * kLaunchRegisters,
+                "the roles may not share out more registers than the block was launched with");
 
   struct Smem {
     SmemAddress x = ptx::dynamic_smem();
@@ -118,6 +122,9 @@ class Prefill {
     }
   }
 
+  int tile_stripes(int feature_tile) const {
+    return min_of(kConfig.stripes(), stripes() - feature_tile * kConfig.stripes());
+  }
   int stage_units(int k_stage) const {
     return min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
   }
@@ -127,27 +134,36 @@ class Prefill {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
     RingPosition<kConfig.stages> at;
     for_each_tile([&](const Tile& tile) {
-      const int width = write_row_table(tile);
+      u32 x_row[kPasses];
+      const int width = find_rows(x_row, tile);
       for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
         ring.wait_empty(at);
         if (thread < 32) load_weights(at.stage, tile, k_stage, width);
-        load_x(at.stage, k_stage, width);
+        load_x(at.stage, x_row, k_stage, width);
         ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
         at.advance();
       }
     });
   }
 
-  // Writes the row of x of each of the tile's tokens (-1 for none) to shared memory: registers are
-  // what the loaders have least of. Returns the tokens to multiply: up to the last valid one.
-  int write_row_table(const Tile& tile) const {
+  // Finds where in x the rows begin that this thread copies a part of, in 16-byte steps (x has at most
+  // 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
+  // condition is two instructions. Returns the width that the tile is multiplied at.
+  int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
     ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been read
-    if (thread < kConfig.block_m) {
-      const int position = tile.row_begin + thread;
+    for (int token = thread; token < kConfig.block_m; token += kLoaders) {
+      const int position = tile.row_begin + token;
       const int row = position < tile.row_end ? addressing.output_row(position) : -1;
-      ptx::store_shared(smem.rows + 4 * thread, row < 0 ? -1 : addressing.input_row(row));
+      ptx::store_shared(smem.rows + 4 * token, row < 0 ? -1 : addressing.input_row(row));
     }
     ptx::sync_named(kLoaderBarrier, kLoaders);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = thread / 8 + pass * kRowsPerPass;
+      const int row =
+          token < kConfig.block_m ? static_cast<int>(ptx::load_shared(smem.rows + 4 * token)) : -1;
+      x_row[pass] = row < 0 ? 0 : static_cast<u32>(row) * static_cast<u32>(p.k / 8);
+    }
     int used = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
@@ -157,19 +173,20 @@ class Prefill {
       const u32 mask = ptx::ballot(valid);
       if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
     }
-    return max_of(round_up(used, 8), kConfig.min_width);
+    return kConfig.min_width +
+           round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
   }
 
   void load_weights(int stage, const Tile& tile, int k_stage, int width) {
     const int units = stage_units(k_stage);
     const int first_stripe = tile.feature_tile * kConfig.stripes();
-    const int tile_stripes = min_of(kConfig.stripes(), stripes() - first_stripe);
+    const int num_stripes = tile_stripes(tile.feature_tile);
     if (lane() == 0) {
       ptx::store_shared(ring.note(stage), width);
-      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), tile_stripes * units * kUnitBytes);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), num_stripes * units * kUnitBytes);
     }
     ptx::sync_warp();
-    if (lane() < tile_stripes) {
+    if (lane() < num_stripes) {
       const i64 source = unit_offset(tile.expert, first_stripe + lane(), k_stage * kConfig.units(),
                                      stripes(), k_units());
       ptx::bulk_load_stream(weight_stage(stage) + lane() * kConfig.units() * kUnitBytes,
@@ -178,19 +195,23 @@ class Prefill {
     }
   }
 
-  void load_x(int stage, int k_stage, int width) {
-    const int units = stage_units(k_stage);
+  void load_x(int stage, const u32 (&x_row)[kPasses], int k_stage, int width) {
     const int chunk = thread % 8;
-    for (int unit = 0; unit < units; ++unit) {
+    const SmemAddress first_target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
+#pragma unroll
+    for (int unit = 0; unit < kConfig.units(); ++unit) {
       const int k = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk;
-      const SmemAddress tile = x_stage(stage) + unit * kConfig.x_unit_bytes();
-#pragma unroll 4
-      for (int row = thread / 8; row < width; row += kRowsPerPass) {
-        const int input_row = ptx::load_shared(smem.rows + 4 * row);
-        const bool valid = input_row >= 0 && k < p.k;
-        const i64 source = valid ? static_cast<i64>(input_row) * p.k + k : 0;
-        ptx::cp_async_or_zero(tile + x_tile_offset(row, chunk),
-                              static_cast<const char*>(p.x) + 2 * source, valid);
+      // K mod 64 = 32: the last unit's second half is zero; a unit behind K is not multiplied.
+      const bool exists = k < p.k;
+      const char* source = static_cast<const char*>(p.x) + (exists ? 2 * k : 0);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        // Rows 16 apart share their place in the swizzle.
+        const SmemAddress target =
+            first_target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128;
+        if (pass * kRowsPerPass < width && thread / 8 + pass * kRowsPerPass < kConfig.block_m) {
+          ptx::cp_async_or_zero(target, source + 16 * static_cast<u64>(x_row[pass]), exists);
+        }
       }
     }
   }
@@ -225,18 +246,21 @@ class Prefill {
     // Cleared here, not by a first wgmma that overwrites: an accumulator without a first value counts
     // as live in all widths at once, and ptxas spills thousands of bytes.
     float sums[2][kWidth / 8][4] = {};
+    ptx::wgmma_pin(sums[0]);
+    ptx::wgmma_pin(sums[1]);
     int output_row[kRowsPerLane];
-    int previous_stage = -1;
+    // Warps behind N repeat the last stripe, and nothing of it is stored.
+    const int stripe = min_of(warp() / 2, tile_stripes(tile.feature_tile) - 1);
     for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
       ring.wait_full(at);
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
       ptx::fence_proxy_async();
       const int units = stage_units(k_stage);
       for (int unit = 0; unit < units; ++unit) {
-        multiply_unit<kWidth>(sums, at.stage, unit, previous_stage);
-        previous_stage = -1;
+        multiply_unit<kWidth>(sums, at.stage, unit, stripe);
       }
-      previous_stage = at.stage;
+      ptx::sync_warp();
+      if (lane() == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
       at.advance();
     }
 #pragma unroll
@@ -244,19 +268,20 @@ class Prefill {
       const int position = tile.row_begin + lane() + 32 * i;
       output_row[i] = position < tile.row_end ? addressing.output_row(position) : -1;
     }
-    ptx::wgmma_wait<0>();
-    release(previous_stage);
+    ptx::wgmma_pin(sums[0]);
+    ptx::wgmma_pin(sums[1]);
     store_tile<kWidth>(sums, output_row, tile.feature_tile);
   }
 
-  // Four k16 steps. At most one wgmma group is in flight while the next step is dequantised; when
-  // the first step has been issued, the stage before is no longer read and is released.
+  // Four k16 steps: one wgmma group is in flight while the next step is dequantised. All are done at
+  // the end: a group in flight across the loop's edge makes ptxas serialise every wgmma (C7512,
+  // C7513), and meanwhile the other warpgroup keeps the tensor cores busy.
   template <int kWidth>
   void multiply_unit(float (&sums)[2][kWidth / 8][4], int stage, int unit,
-                     int previous_stage) {
+                     int stripe) {
     // Warp w of the group owns row tiles 2 w and 2 w + 1 of its 128 features.
-    const SmemAddress source = weight_stage(stage) + (warp() / 2) * kConfig.units() * kUnitBytes +
-                               unit * kUnitBytes;
+    const SmemAddress source =
+        weight_stage(stage) + (stripe * kConfig.units() + unit) * kUnitBytes;
     const int row_tile = 2 * (warp() % 2);
     u32 codes[2][4];
     GroupScale scales[2][2];
@@ -280,14 +305,8 @@ class Prefill {
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
-      if (step == 0) release(previous_stage);
     }
-  }
-
-  void release(int stage) {
-    if (stage < 0) return;
-    ptx::sync_warp();
-    if (lane() == 0) ptx::mbarrier_arrive(ring.empty(stage));
+    ptx::wgmma_wait<0>();
   }
 
   template <int kWidth>

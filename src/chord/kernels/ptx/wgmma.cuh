@@ -20,6 +20,16 @@ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Orders every other use of an accumulator before (after) the wgmma that follow (precede): the compiler
+// must not move a clear into them or a read above their wait.
+template <int kEights>
+__forceinline__ void wgmma_pin(float (&d)[kEights][4]) {
+#pragma unroll
+  for (int j = 0; j < kEights; ++j) {
+    asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
+  }
+}
+
 // d += a b, asynchronous. Warp w of the group holds rows 16 w to 16 w + 15 of
 // a (registers as in mma_m16n8k16) and of d: d[j] are the four sums of mma_m16n8k16 for tokens 8 j to
 // 8 j + 7. `b_descriptor` names the tokens x K tile in shared memory (smem_descriptor.cuh).
