@@ -142,6 +142,43 @@ def _runtime_object(flavour: str) -> Path:
     return target
 
 
+def build_source(
+    source: str,
+    name: str,
+    *,
+    flavour: str = LIBRARY,
+    replaced: Mapping[str, str] | None = None,
+) -> Path:
+    """Return a unit's source with the emulator, compiled if it is not kept yet.
+
+    Args:
+        source: C++ that defines `chord_unit` (runtime/launch.hpp).
+        name: Begins the name of the result.
+        flavour: A key of FLAVOURS.
+        replaced: Headers to take instead of the package's, `chord/kernels/...` -> text. Tests plant
+            faults with it.
+    """
+    replaced = dict(replaced or {})
+    is_library = flavour == LIBRARY
+    flags = (*_COMMON, *FLAVOURS[flavour], *(("-shared",) if is_library else ()))
+    sources = _digest_of(EMULATOR, EMULATOR.parent / "kernels")
+    key = _key(
+        sources, source, *flags, *(part for item in sorted(replaced.items()) for part in item)
+    )
+    target = cache_folder() / f"{name}-{flavour}-{key}{'.so' if is_library else ''}"
+    if target.exists():
+        return target
+    runtime = _runtime_object(flavour)
+    with tempfile.TemporaryDirectory() as folder:
+        for header, text in replaced.items():
+            path = Path(folder) / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        includes = [Path(folder), EMULATOR / "include", EMULATOR, PACKAGE_ROOT]
+        _compile(source, target, flags, includes, (runtime,))
+    return target
+
+
 def build(
     config: Config,
     *,
@@ -155,26 +192,7 @@ def build(
         config: The configuration to compile.
         addressing: How rows are found, a type of kernels/addressing.
         flavour: A key of FLAVOURS.
-        replaced: Headers to take instead of the package's, `chord/kernels/...` -> text. Tests plant
-            faults with it.
+        replaced: As in `build_source`.
     """
-    replaced = dict(replaced or {})
     source = unit_source(config, addressing)
-    is_library = flavour == LIBRARY
-    flags = (*_COMMON, *FLAVOURS[flavour], *(("-shared",) if is_library else ()))
-    sources = _digest_of(EMULATOR, EMULATOR.parent / "kernels")
-    key = _key(
-        sources, source, *flags, *(part for item in sorted(replaced.items()) for part in item)
-    )
-    target = cache_folder() / f"{config.kernel}-{flavour}-{key}{'.so' if is_library else ''}"
-    if target.exists():
-        return target
-    runtime = _runtime_object(flavour)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in replaced.items():
-            path = Path(folder) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        includes = [Path(folder), EMULATOR / "include", EMULATOR, PACKAGE_ROOT]
-        _compile(source, target, flags, includes, (runtime,))
-    return target
+    return build_source(source, config.kernel, flavour=flavour, replaced=replaced)

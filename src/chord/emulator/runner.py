@@ -23,7 +23,8 @@ from chord.plan.config import Config, DecodeConfig
 from chord.routing import Indexed
 from chord.weights.packed import PackedExperts
 
-_INPUT, _OUTPUT, _PARTIAL, _FLAGS = range(4)
+# What a kernel may do with a tensor, see runtime/global_memory.hpp.
+INPUT, OUTPUT, PARTIAL, FLAGS = range(4)
 _ERROR_BYTES = 1 << 20
 
 
@@ -90,14 +91,14 @@ def indexed_launch(
         routing.expert_ids.numel(),
     )
     tensors = [
-        ("x", x, _INPUT),
-        ("weight", packed.data, _INPUT),
-        ("out", out, _OUTPUT),
-        ("partial", partial, _PARTIAL),
-        ("flags", flags, _FLAGS),
-        ("sorted_token_ids", routing.sorted_token_ids, _INPUT),
-        ("expert_ids", routing.expert_ids, _INPUT),
-        ("num_tokens_post_padded", routing.num_tokens_post_padded, _INPUT),
+        ("x", x, INPUT),
+        ("weight", packed.data, INPUT),
+        ("out", out, OUTPUT),
+        ("partial", partial, PARTIAL),
+        ("flags", flags, FLAGS),
+        ("sorted_token_ids", routing.sorted_token_ids, INPUT),
+        ("expert_ids", routing.expert_ids, INPUT),
+        ("num_tokens_post_padded", routing.num_tokens_post_padded, INPUT),
     ]
     return Launch(params, tensors)
 
@@ -171,7 +172,7 @@ def run_program(program: Path, launch: Launch, num_blocks: int, seed: int) -> No
     begin = 0
     for _, tensor, use in launch.tensors:
         size = tensor.numel() * tensor.element_size()
-        if use == _OUTPUT:
+        if use == OUTPUT:
             after = torch.frombuffer(content, dtype=torch.uint8, offset=begin, count=size)
             tensor.view(-1).view(torch.uint8).copy_(after)
         begin += size

@@ -1,0 +1,249 @@
+"""Single instructions of the host implementation, and that it has the functions of kernels/ptx."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from chord import errors
+from chord.emulator import EmulatorError
+from chord.emulator.build import build_source
+from chord.emulator.runner import INPUT, OUTPUT, Launch, run_launch
+
+pytestmark = pytest.mark.emulator
+
+PACKAGE = Path(errors.__file__).parent
+REAL = PACKAGE / "kernels" / "ptx"
+HOST = PACKAGE / "emulator" / "include" / "chord" / "kernels" / "ptx"
+HEADERS = sorted(path.name for path in REAL.glob("*.cuh"))
+
+UNIT = """\
+#include <chord/kernels/ptx/bf16.cuh>
+#include <chord/kernels/ptx/copy.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+#include <chord/kernels/ptx/mbarrier.cuh>
+#include <chord/kernels/ptx/mma.cuh>
+#include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/ptx/wgmma.cuh>
+#include "runtime/launch.hpp"
+
+using namespace chord;
+
+struct Params {
+  const int* in;
+  int* out;
+};
+
+static void enter(const void* params) {
+  const Params p = *static_cast<const Params*>(params);
+  const int thread = ptx::thread_idx(), lane = thread % 32, warp = thread / 32;
+  const SmemAddress smem = ptx::dynamic_smem();
+  (void)p, (void)lane, (void)warp, (void)smem;
+BODY
+}
+
+const ChordUnit chord_unit{enter, THREADS, 8192};
+"""
+
+
+def run(body: str, given: torch.Tensor, out_ints: int, threads: int = 32) -> torch.Tensor:
+    """Run `body` in every thread of one block; p.in is `given`, p.out what comes back (int32)."""
+    unit = UNIT.replace("BODY", body).replace("THREADS", str(threads))
+    library = build_source(unit, "probe")
+    given = given.contiguous()
+    out = torch.zeros(out_ints, dtype=torch.int32)
+    params = b"".join(t.data_ptr().to_bytes(8, "little") for t in (given, out))
+    launch = Launch(params, [("in", given, INPUT), ("out", out, OUTPUT)])
+    run_launch(library, launch, num_blocks=1, seed=3)
+    return out
+
+
+def functions(path: Path) -> dict[str, set[str]]:
+    """Return name -> parameter lists of a header's functions, without the host's last argument."""
+    text = re.sub(r"//[^\n]*", "", path.read_text())
+    text = re.sub(r",?\s*emulator::Where where = emulator::Where::current\(\)", "", text)
+    found: dict[str, set[str]] = {}
+    pattern = r"(?:__forceinline__|inline)\s+[\w:]+\s+(\w+)\(([^{]*?)\)\s*\{"
+    for name, parameters in re.findall(pattern, text):
+        found.setdefault(name, set()).add(" ".join(parameters.split()))
+    return found
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_host_has_exactly_the_functions_of_ptx(header: str) -> None:
+    real, host = functions(REAL / header), functions(HOST / header)
+    assert real, f"no functions found in {header}"
+    assert set(real) == set(host)
+    for name, parameters in real.items():
+        if name == "wgmma_m64k16":  # one overload a width there, one template here
+            parameters = {re.sub(r"\[\d+\]\[4\]", "[kEights][4]", text) for text in parameters}
+        assert parameters == host[name], f"{name} of {header}"
+
+
+def bf16_bits(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().view(torch.int16).int() & 0xFFFF
+
+
+def nearest_bf16(value: Fraction) -> int:
+    """Bits of the BF16 value next to `value`, ties to even; finite, by search from both sides."""
+    sign, value = (0x8000, -value) if value < 0 else (0, value)
+
+    def at(bits: int) -> Fraction:
+        exponent, mantissa = bits >> 7, bits & 0x7F
+        if exponent == 0:
+            return Fraction(mantissa) / 2**133
+        return Fraction(mantissa + 128) * Fraction(2) ** (exponent - 134)
+
+    low, high = 0, 0x7F80
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle) <= value else (low, middle)
+    below, above = value - at(low), at(high) - value
+    return sign | (low if below < above or (below == above and low % 2 == 0) else high)
+
+
+def as_fraction(bits: int) -> Fraction:
+    return Fraction(torch.tensor(bits << 16, dtype=torch.int64).int().view(torch.float32).item())
+
+
+def test_fma_rounds_once_and_keeps_subnormals() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Exponents that meet, that cancel, and that are far apart; codes as the kernels pass them.
+    bits = torch.randint(0, 0x7F00, (3, 4096), generator=generator)
+    near = torch.randint(0x3E00, 0x4100, (3, 4096), generator=generator)
+    near[2] |= 0x8000 * torch.randint(0, 2, (4096,), generator=generator)
+    codes = torch.stack(
+        (
+            torch.randint(0, 256, (2048,), generator=generator),
+            torch.randint(0x7000, 0x7E00, (2048,), generator=generator),
+            torch.randint(0xB000, 0xC000, (2048,), generator=generator),
+        )
+    )
+    bits[:, :2048] //= 2
+    a, b, c = torch.cat((bits, near, codes), dim=1).int()
+    count = len(a)
+    body = (
+        f"constexpr int kCount = {count};"
+        + """
+  for (int i = lane; i < kCount; i += 32) {
+    const int a = ptx::load_global(p.in + i);
+    const int b = ptx::load_global(p.in + kCount + i);
+    const int c = ptx::load_global(p.in + 2 * kCount + i);
+    p.out[i] = ptx::fma_bf16x2(a | a << 16, b | b << 16, c | c << 16);
+  }"""
+    )
+    result = run(body, torch.cat((a, b, c)), count)
+    assert torch.equal(result & 0xFFFF, (result >> 16) & 0xFFFF)
+    for i in range(count):
+        product = as_fraction(int(a[i])) * as_fraction(int(b[i]))
+        expected = nearest_bf16(product + as_fraction(int(c[i])))
+        if expected & 0x7FFF == 0 or expected & 0x7FFF >= 0x7F00:
+            continue  # the sign of zero and the edge of infinity are not what is asked here
+        assert int(result[i]) & 0xFFFF == expected, (hex(a[i]), hex(b[i]), hex(c[i]))
+
+
+def test_pack_rounds_like_torch() -> None:
+    values = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 1e3
+    body = """
+  const float low = __builtin_bit_cast(float, ptx::load_global(p.in + 2 * lane));
+  const float high = __builtin_bit_cast(float, ptx::load_global(p.in + 2 * lane + 1));
+  p.out[lane] = ptx::pack_bf16x2(low, high);"""
+    result = run(body, values.view(torch.int32), 32)
+    assert torch.equal(result & 0xFFFF, bf16_bits(values[0::2]))
+    assert torch.equal((result >> 16) & 0xFFFF, bf16_bits(values[1::2]))
+
+
+def test_matrix_load_multiply_and_store() -> None:
+    """What ldmatrix loads feeds mma, whose sums go through stmatrix: C = A B^T against torch, exactly."""
+    g = torch.Generator().manual_seed(2)
+    a = torch.randint(-8, 9, (16, 16), generator=g).bfloat16()
+    b = torch.randint(-8, 9, (8, 16), generator=g).bfloat16()
+    given = torch.cat((a, b)).view(torch.int32).flatten()  # 24 rows of 8 words
+    body = """
+  for (int i = lane; i < 24 * 8; i += 32) {
+    ptx::store_shared(smem + 4 * i, ptx::load_global(p.in + i));
+  }
+  ptx::sync_warp();
+  u32 a[4], b[4];
+  ptx::load_matrix_x4(a, smem + (lane % 16) * 32 + (lane / 16) * 16);
+  ptx::load_matrix_x4(b, smem + (16 + lane % 8) * 32 + (lane / 8 % 2) * 16);
+  float d[4] = {};
+  ptx::mma_m16n8k16(d, a, b[0], b[1]);
+  const u32 sums[4] = {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), 0, 0};
+  ptx::store_matrix_x4_transposed(smem + 1024 + (lane % 8) * 64 + (lane / 8) * 16, sums);
+  ptx::sync_warp();
+  if (lane < 8) {
+    for (int i = 0; i < 8; ++i) {
+      p.out[8 * lane + i] = ptx::load_shared(smem + 1024 + 64 * lane + 4 * i);
+    }
+  }"""
+    result = run(body, given, 64).view(torch.bfloat16).view(8, 16)
+    assert torch.equal(result, (b.float() @ a.float().T).bfloat16())
+
+
+def test_votes_and_shuffles() -> None:
+    given = torch.arange(100, 132, dtype=torch.int32)
+    body = """
+  const int value = ptx::load_global(p.in + lane);
+  p.out[lane] = ptx::shuffle(value, lane ^ 5);
+  p.out[32 + lane] = ptx::shuffle_up(value, 4);
+  const u32 mask = ptx::ballot(lane % 3 == 0);
+  p.out[64 + lane] = ptx::count_bits(mask) * 100 + ptx::highest_bit(mask);"""
+    result = run(body, given, 96)
+    lanes = torch.arange(32)
+    assert torch.equal(result[:32], given[lanes ^ 5])
+    assert torch.equal(result[32:64], given[torch.where(lanes < 4, lanes, lanes - 4)])
+    assert torch.equal(result[64:], torch.full((32,), 1130, dtype=torch.int32))
+
+
+REPORTS = {
+    "trap": ("ptx::trap();", "stops the launch with trap"),
+    "misaligned vector": ("ptx::load_shared_x4(smem + 8);", "not a multiple of 16"),
+    "beyond shared memory": ("ptx::store_shared(smem + 8192, 1);", "outside the block's"),
+    "beyond a tensor": ("ptx::load_global(p.in + 64 + lane);", "in .*outside every tensor"),
+    "load of an output": ("ptx::load_global(p.out);", "loads out, which the launch writes"),
+    "uninitialised": ("ptx::load_shared(smem);", "nobody has written"),
+    "race": (
+        "ptx::store_shared(smem, lane);",
+        "overwrites what thread .* without having waited for it",
+    ),
+    "barrier bytes": (
+        "ptx::mbarrier_init(smem + 64 * lane, 1); ptx::load_shared(smem + 64 * lane);",
+        "reads the bytes of a barrier",
+    ),
+    "no barrier there": ("ptx::mbarrier_arrive(smem);", "where no mbarrier has been set up"),
+    "barrier of another thread": (
+        "if (lane == 0) ptx::mbarrier_init(smem + warp * 8, 32);"
+        "ptx::ballot(true); ptx::mbarrier_arrive(smem + warp * 8);",
+        "set up at .* without synchronising since",
+    ),
+    "arrivals": (
+        "if (thread == 0) ptx::mbarrier_init(smem, 2), ptx::mbarrier_wait(smem, 0);",
+        "lacks 2 of 2 arrivals",
+    ),
+    "lanes apart": (
+        "if (lane < 7) ptx::sync_warp(); else ptx::ballot(true);",
+        "all 32 lanes have to take part",
+    ),
+    "lanes missing": ("if (lane < 7) ptx::sync_warp();", "only lanes 0-6 have arrived"),
+    "warps apart": ("if (thread < 32) ptx::sync_block();", "which 32 of 64 threads have reached"),
+    "named barrier counts": (
+        "ptx::sync_named(1, thread < 40 ? 64 : 32);",
+        "waits on barrier 1 for (32|64) threads, others for (32|64)",
+    ),
+    "registers of a lone warpgroup": (
+        "ptx::wgmma_fence();",
+        "in a warpgroup of fewer than 4 warps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_report(name: str) -> None:
+    body, message = REPORTS[name]
+    with pytest.raises(EmulatorError, match=message):
+        run(body, torch.zeros(64, dtype=torch.int32), 64, threads=64)
