@@ -13,7 +13,7 @@ inline constexpr int kSegmentTableBytes = 3 * kMaxSegments * 4 + 16;
 inline constexpr int kScheduleScratchBytes = 160;
 inline constexpr int kBarrierBytes = 160;
 
-// Both kernels: eight warps multiply, each 32 features wide, so a tile has 256 features.
+// Features that a warp stores at a time.
 inline constexpr int kWarpFeatures = 32;
 // Transposing buffer of the epilogue: 8 tokens x 32 features, rows of 64 + 16 bytes so that eight
 // rows lie in different banks; two, so that one store may still be read.
@@ -22,12 +22,13 @@ inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;
 inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;
 
 struct DecodeConfig {
-  int max_tokens;  // rows of one expert that share one pass over its weights
-  int warps;       // multiplying warps; one more warp loads
-  int block_k;     // K of a pipeline stage
+  int max_tokens;     // rows of one expert that share one pass over its weights
+  int warps;          // multiplying warps; one more warp loads
+  int block_k;        // K of a pipeline stage
   int stages;
+  int warp_features;  // features that a multiplying warp owns: 32 or 64
 
-  constexpr int tile_features() const { return warps * kWarpFeatures; }
+  constexpr int tile_features() const { return warps * warp_features; }
   constexpr int stripes() const { return tile_features() / kUnitFeatures; }
   constexpr int units() const { return block_k / kUnitK; }
   constexpr int threads() const { return 32 * (warps + 1); }

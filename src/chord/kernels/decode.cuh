@@ -1,9 +1,9 @@
 // Few rows an expert: streams the packed weights once at memory speed and multiplies with mma.sync.
 //
-// Roles      kConfig.warps multiplying warps, 32 features each; one loading warp.
+// Roles      kConfig.warps multiplying warps, warp_features features each; one loading warp.
 // Ring       full[s]: 1 arrival by the loader's lane 0 + the bytes of weights and rows of x.
 //            empty[s]: kConfig.warps arrivals, one a warp.
-// Work       chunks of 256 features x block_k, numbered row tile > feature tile > K and dealt out in
+// Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile > K and dealt out in
 //            equal runs, one a block (stream-K): no block waits for a last wave. A tile that two or
 //            more blocks share is finished by the block that has its first chunk; the others work on
 //            theirs first of all and leave partial sums in `partial`, so the finisher, which comes
@@ -32,11 +32,15 @@ template <DecodeConfig kConfig, class Addressing>
 class Decode {
   static_assert(kConfig.max_tokens % 8 == 0 && kConfig.max_tokens <= 64,
                 "max_tokens must be a multiple of 8 (one mma) and at most 64 (two rows a lane)");
-  static_assert(kConfig.warps % 2 == 0, "warps must be even: two of them share a 64-feature unit");
+  static_assert(kConfig.warp_features == 32 || kConfig.warp_features == 64,
+                "warp_features must be 32 or 64: a half or the whole of a packed unit");
+  static_assert(kConfig.tile_features() % kUnitFeatures == 0,
+                "warps x warp_features must be a multiple of 64 (packed unit)");
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.stages >= 2, "stages must be at least 2: one loads while one is multiplied");
   static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
 
+  static constexpr int kRowTiles = kConfig.warp_features / kRowTileFeatures;
   static constexpr int kRowsPerLane = ceil_div(kConfig.max_tokens, 32);
 
   struct Smem {
@@ -234,9 +238,10 @@ class Decode {
   void multiply_tile(RingPosition<kConfig.stages>& at, const Cursor& cursor, int chunks,
                      i64 chunk) {
     constexpr int kEights = kWidth / 8;
-    float sums[2][kEights][4] = {};
+    float sums[kRowTiles][kEights][4] = {};
     // Warps behind N repeat the last stripe, and nothing of it is stored.
-    const int stripe = min_of(warp / 2, tile_stripes(cursor.feature_tile) - 1);
+    const int stripe = min_of(warp * kConfig.warp_features / kUnitFeatures,
+                              tile_stripes(cursor.feature_tile) - 1);
     for (int i = 0; i + 1 < chunks; ++i) {
       ring.wait_full(at);
       multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i, stripe);
@@ -266,7 +271,7 @@ class Decode {
   }
 
   template <int kEights>
-  void multiply_stage(float (&sums)[2][kEights][4], int stage, int k_chunk, int stripe) {
+  void multiply_stage(float (&sums)[kRowTiles][kEights][4], int stage, int k_chunk, int stripe) {
     const int groups = ceil_div(p.k - k_chunk * kConfig.block_k, kGroupK);
     const SmemAddress weight = weight_stage(stage) + stripe * kConfig.units() * kUnitBytes;
     // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
@@ -275,7 +280,7 @@ class Decode {
     if (groups >= 2 * kConfig.units()) {
       // Unrolled whole, so that loads of the next units overlap: worth 5 % at 16 tokens. Wider sums
       // leave no registers for that.
-#pragma unroll (kEights > 2 ? 1 : kConfig.units())
+#pragma unroll (kEights * kRowTiles > 4 ? 1 : kConfig.units())
       for (int unit = 0; unit < kConfig.units(); ++unit) {
         multiply_unit<kEights>(sums, weight + unit * kUnitBytes, x + unit * 2 * kUnitK, 2);
       }
@@ -291,12 +296,12 @@ class Decode {
   // The unit's first group, and its second unless `groups` is 1: with K mod 64 = 32 the last unit has
   // no activations for it.
   template <int kEights>
-  void multiply_unit(float (&sums)[2][kEights][4], SmemAddress weight, SmemAddress x, int groups) {
-    const int row_tile = 2 * (warp % 2);
-    u32 codes[2][4];
-    u32 scales[2][2];
+  void multiply_unit(float (&sums)[kRowTiles][kEights][4], SmemAddress weight, SmemAddress x, int groups) {
+    const int row_tile = warp * kRowTiles % (kUnitFeatures / kRowTileFeatures);
+    u32 codes[kRowTiles][4];
+    u32 scales[kRowTiles][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
       const U32x4 words = ptx::load_shared_x4(weight + code_offset(row_tile + i, lane));
       const U32x2 pairs = ptx::load_shared_x2(weight + scale_offset(row_tile + i, lane));
       codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
@@ -310,11 +315,11 @@ class Decode {
   }
 
   template <int kEights>
-  void multiply_group(float (&sums)[2][kEights][4], const u32 (&codes)[2][4],
-                      const u32 (&scales)[2][2], int group, SmemAddress x) {
-    u32 a[2][2][4];
+  void multiply_group(float (&sums)[kRowTiles][kEights][4], const u32 (&codes)[kRowTiles][4],
+                      const u32 (&scales)[kRowTiles][2], int group, SmemAddress x) {
+    u32 a[kRowTiles][2][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
       const GroupScale scale = prepare_scale(scales[i][group]);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
@@ -328,7 +333,7 @@ class Decode {
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
           ptx::mma_m16n8k16(sums[i][eight], a[i][step], b[2 * step], b[2 * step + 1]);
         }
       }
@@ -337,16 +342,16 @@ class Decode {
 
   // A warp's 16 bytes a lane at (block, i, eight) of the partial sums.
   F32x4* partial_at(int block, int i, int eight) const {
-    const i64 row = (static_cast<i64>(block) * kConfig.warps + warp) * 2 + i;
+    const i64 row = (static_cast<i64>(block) * kConfig.warps + warp) * kRowTiles + i;
     return reinterpret_cast<F32x4*>(p.partial) + (row * (kConfig.max_tokens / 8) + eight) * 32 +
            lane;
   }
   u32* flag_at(int block) const { return p.flags + block * kConfig.warps + warp; }
 
   template <int kEights>
-  void leave_partial(const float (&sums)[2][kEights][4]) {
+  void leave_partial(const float (&sums)[kRowTiles][kEights][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int eight = 0; eight < kEights; ++eight) {
         const float(&s)[4] = sums[i][eight];
@@ -359,7 +364,7 @@ class Decode {
 
   // Adds what the next blocks have left of the tile whose last chunk is before `tile_end`.
   template <int kEights>
-  void add_partials(float (&sums)[2][kEights][4], i64 tile_end) {
+  void add_partials(float (&sums)[kRowTiles][kEights][4], i64 tile_end) {
     for (int block = ptx::block_idx() + 1; first_chunk(block) < tile_end; ++block) {
       if (first_chunk(block + 1) == first_chunk(block)) continue;
       if (lane == 0) {
@@ -369,7 +374,7 @@ class Decode {
       }
       ptx::sync_warp();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int eight = 0; eight < kEights; ++eight) {
           const F32x4 s = ptx::load_partial(partial_at(block, i, eight));
@@ -381,14 +386,21 @@ class Decode {
   }
 
   template <int kEights>
-  void store_tile(const float (&sums)[2][kEights][4], const int (&output_row)[kEights],
+  void store_tile(const float (&sums)[kRowTiles][kEights][4], const int (&output_row)[kEights],
                   int feature_tile) {
-    const int first_feature = feature_tile * kConfig.tile_features() + warp * kWarpFeatures;
+    const int first_feature =
+        feature_tile * kConfig.tile_features() + warp * kConfig.warp_features;
     const SmemAddress buffers = smem.store + warp * kStoreBytesPerWarp;
+    int buffer = 0;
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
-      store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
-                         p.out, output_row[eight], first_feature, p.n);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; i += 2) {
+        store_eight_tokens(buffers + buffer * kStoreBufferBytes, sums[i][eight],
+                           sums[i + 1][eight], p.out, output_row[eight],
+                           first_feature + i * kRowTileFeatures, p.n);
+        buffer ^= 1;
+      }
     }
     // The next tile begins with the first buffer again.
     ptx::sync_warp();

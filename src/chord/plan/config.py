@@ -48,15 +48,17 @@ class DecodeConfig(_Rendered):
 
     Attributes:
         max_tokens: Rows of one expert that share one pass over its weights.
-        warps: Multiplying warps, 32 features each; one more warp loads.
+        warps: Multiplying warps; one more warp loads.
         block_k: K of a pipeline stage.
         stages: Pipeline stages.
+        warp_features: Features that a multiplying warp owns, 32 or 64.
     """
 
     max_tokens: int
     warps: int
     block_k: int
     stages: int
+    warp_features: int = WARP_FEATURES
 
     kernel: ClassVar[str] = "decode"
     cpp_type: ClassVar[str] = "DecodeConfig"
@@ -64,7 +66,7 @@ class DecodeConfig(_Rendered):
     @property
     def tile_features(self) -> int:
         """Output features of a tile."""
-        return self.warps * WARP_FEATURES
+        return self.warps * self.warp_features
 
     @property
     def tile_rows(self) -> int:
