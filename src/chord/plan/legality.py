@@ -34,9 +34,6 @@ def reject(config: Config, problem: GemmProblem, device: DeviceFacts) -> str | N
     return (
         reject_problem(problem)
         or reject_on_device(config, device)
-        or (_reject_decode(config) if isinstance(config, DecodeConfig) else None)
-        or (_reject_prefill(config) if isinstance(config, PrefillConfig) else None)
-        or _reject_stages(config)
         or _reject_tiles(config, problem)
     )
 
@@ -68,14 +65,19 @@ def reject_problem(problem: GemmProblem) -> str | None:
 
 def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
     """Return why `config` cannot run on `device` at all, or None."""
+    reason = (
+        _reject_decode(config) if isinstance(config, DecodeConfig) else _reject_prefill(config)
+    ) or _reject_stages(config)
+    if reason is not None:
+        return reason
     if device.arch not in ARCHS[config.kernel]:
-        reason = (
+        why = (
             "wgmma exists on Hopper alone; Blackwell runs every size with the decode kernel"
             if config.kernel == "prefill"
             else "it is neither compiled nor tested for others"
         )
         archs = ", ".join(ARCHS[config.kernel])
-        return f"the {config.kernel} kernel runs on {archs}, not on {device.arch}: {reason}"
+        return f"the {config.kernel} kernel runs on {archs}, not on {device.arch}: {why}"
     if config.smem_bytes() > device.smem_per_block_optin:
         return (
             f"{config.label()} needs {config.smem_bytes()} bytes of shared memory, "

@@ -1,0 +1,171 @@
+"""Rendering, compiling and launching, without a GPU. The cache has its own file."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from chord import device as devices
+from chord.errors import CaptureError, CompileError, InputError
+from chord.jit import cache, compiler, driver, launch, params, source
+from chord.plan.config import DecodeConfig, PrefillConfig
+
+DECODE = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5)
+PREFILL = PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=4)
+TINY = 'extern "C" __global__ void chord_entry(float* p) { p[threadIdx.x] = 1.0f; }\n'
+
+
+def test_units_state_what_the_host_believes() -> None:
+    unit = source.render(DECODE)
+    assert "#include <chord/kernels/decode.cuh>" in unit
+    assert "kConfig{.max_tokens = 8, .warps = 8, .block_k = 256, .stages = 5};" in unit
+    assert f"kConfig.smem_bytes() == {DECODE.smem_bytes()}" in unit
+    assert "sizeof(chord::Params<chord::Indexed>) == 96" in unit
+    assert "chord::prefill<kConfig>(p);" in source.render(PREFILL)
+    with pytest.raises(InputError, match="addressing 'Sorted' is not one of Indexed"):
+        source.render(DECODE, "Sorted")
+
+
+def test_a_wrong_belief_is_a_compile_error_that_shows_the_line() -> None:
+    unit = source.render(DECODE).replace("threads() == 288", "threads() == 256")
+    with pytest.raises(CompileError, match=r"(?s)sm_90a.*host and device disagree on the threads"):
+        compiler.compile_unit(unit, "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_compiles_to_machine_code_without_a_gpu(arch: str) -> None:
+    cubin = compiler.compile_unit(TINY, arch)
+    assert cubin.code.startswith(b"\x7fELF") and b".version" not in cubin.code
+    assert cubin.report.is_clean and cubin.report.registers > 0
+
+
+def test_a_compile_error_quotes_the_unit() -> None:
+    with pytest.raises(CompileError, match=r"(?s)does not compile for sm_90a.*2: int x = y;"):
+        compiler.compile_unit("int w = 1;\nint x = y;\n", "sm_90a")
+
+
+def test_ptxas_reports_are_read() -> None:
+    log = (
+        "ptxas info : Function properties for chord_entry\n"
+        "ptxas . 32 bytes stack frame, 28 bytes spill stores, 112 bytes spill loads\n"
+        "ptxas info : Used 168 registers, used 1 barriers\n"
+    )
+    report = compiler.parse_ptxas(log)
+    assert report == compiler.CompileReport(168, 32, 28, 112) and not report.is_clean
+    with pytest.raises(CompileError, match="names no registers"):
+        compiler.parse_ptxas("")
+
+
+def test_a_driver_older_than_nvrtc_is_named_with_it() -> None:
+    nvrtc = compiler.nvrtc_version()
+    major = int(nvrtc.split(".")[0])
+    compiler.check_driver(None)
+    compiler.check_driver((major, 0))
+    with pytest.raises(CompileError) as caught:
+        compiler.check_driver((major - 1, 8))
+    assert f"CUDA {major - 1}.8" in str(caught.value) and nvrtc in str(caught.value)
+
+
+def test_digest_follows_contents_and_names_only(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "elsewhere" / "two"
+    for root in (one, two):
+        (root / "ptx").mkdir(parents=True)
+        (root / "decode.cuh").write_text("// a\n")
+        (root / "ptx" / "mma.cuh").write_text("// b\n")
+        (root / "README.md").write_text(f"{root}\n")
+    digest = source.digest_headers(one)
+    assert digest == source.digest_headers(two)
+    (two / "ptx" / "mma.cuh").write_text("// c\n")
+    assert digest != source.digest_headers(two)
+    (one / "ptx" / "mma.cuh").rename(one / "mma.cuh")
+    assert digest != source.digest_headers(one)
+
+
+def test_key_changes_with_everything_that_changes_the_bits() -> None:
+    unit = source.render(DECODE)
+    key = cache.cache_key(unit, "sm_90a", "digest", "13.0.88")
+    assert key == cache.cache_key(unit, "sm_90a", "digest", "13.0.88")
+    others = {
+        cache.cache_key(unit + " ", "sm_90a", "digest", "13.0.88"),
+        cache.cache_key(unit, "sm_100a", "digest", "13.0.88"),
+        cache.cache_key(unit, "sm_90a", "other", "13.0.88"),
+        cache.cache_key(unit, "sm_90a", "digest", "13.1.1"),
+    }
+    assert len(others | {key}) == 5
+    assert str(Path(compiler.INCLUDE_ROOT)) not in unit
+
+
+def test_parameters_are_packed_as_c_lays_them_out() -> None:
+    packer = params.INDEXED.packer
+    assert packer.size == 96
+    packed = packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99)
+    assert struct.unpack_from("<5Q", packed) == (1, 2, 3, 4, 5)
+    assert struct.unpack_from("<4i", packed, 40) == (48, 4096, 7168, 0)
+    assert struct.unpack_from("<3Q4i", packed, 56) == (6, 7, 8, 160, 8, 16, 99)
+
+
+class StandInDriver:
+    """Remembers what a launch hands to the driver."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, int, int, int, bytes]] = []
+        self.result = 0
+
+    def cuLaunchKernelEx(self, config, function, arguments, extra) -> int:
+        filled = config._obj
+        data = ctypes.string_at(arguments[0], 96)
+        grid, smem = filled.grid_x, filled.smem_bytes
+        self.launches.append((grid, filled.block_x, smem, filled.stream, data))
+        return self.result
+
+    def cuCtxGetCurrent(self, context) -> int:
+        context._obj.value = 1
+        return 0
+
+    def cuGetErrorString(self, result, text) -> int:
+        text._obj.value = b"out of resources"
+        return 0
+
+
+def test_a_launch_hands_over_grid_block_memory_stream_and_parameters(monkeypatch) -> None:
+    stand_in = StandInDriver()
+    monkeypatch.setattr(driver, "library", lambda: stand_in)
+    prepared = launch.Launcher(launch.LoadedKernel(77, DECODE, "Indexed", 0), num_sms=132)
+    values = (1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99)
+    prepared.launch(1234, values)
+    prepared.launch(5678, (*values[:-1], 100))
+    (grid, block, smem, stream, data), second = stand_in.launches
+    assert (grid, block, smem, stream) == (132, 288, DECODE.smem_bytes(), 1234)
+    assert data == params.INDEXED.packer.pack(*values)
+    assert second[3] == 5678 and second[4][-4:] == struct.pack("<i", 100)
+    stand_in.result = 701
+    with pytest.raises(CompileError, match=r"cannot launch decode .*out of resources"):
+        prepared.launch(1, values)
+
+
+def test_launch_config_matches_the_driver_header() -> None:
+    offsets = [
+        getattr(driver.LaunchConfig, name).offset for name, _ in driver.LaunchConfig._fields_
+    ]
+    assert offsets == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48]
+    assert ctypes.sizeof(driver.LaunchConfig) == 56
+
+
+def test_loading_inside_a_capture_asks_to_warm_up(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="warm up first"):
+        launch.load(DECODE, "Indexed", 0)
+
+
+def test_a_failed_load_names_driver_and_nvrtc(monkeypatch) -> None:
+    def refuse(*_: object) -> int:
+        raise CompileError("the driver cannot load a kernel: no binary for the card")
+
+    monkeypatch.setattr(driver, "load_function", refuse)
+    facts = SimpleNamespace(**vars(devices.known("h200")) | {"driver": (12, 4)})
+    with pytest.raises(CompileError, match=r"driver speaks CUDA 12\.4, NVRTC is \d+\.\d+"):
+        launch._load_cubin(b"", DECODE, facts)

@@ -1,0 +1,209 @@
+"""The public operations on the CPU: each refusal before a launch, and the way to the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import chord
+from chord import reference
+from chord.errors import InputError, UnsupportedError
+from chord.ops import grouped_gemm
+from chord.weights.packed import PackedExperts
+
+E, N, K, M, TOP_K, BLOCK_M = 4, 64, 128, 6, 2, 8
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def call() -> dict[str, Any]:
+    """Arguments of a legal call of chord.indexed."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (E, N, K), dtype=torch.uint8)
+    experts = chord.pack_experts(codes, torch.ones(E, N, K // 32, dtype=BF16))
+    where = chord.routing.align(torch.randint(0, E, (M, TOP_K)), num_experts=E, block_m=BLOCK_M)
+    return {
+        "x": torch.randn(M, K).to(BF16),
+        "experts": experts,
+        "sorted_token_ids": where.sorted_token_ids,
+        "expert_ids": where.expert_ids,
+        "num_tokens_post_padded": where.num_tokens_post_padded,
+        "top_k": TOP_K,
+        "block_m": BLOCK_M,
+    }
+
+
+def unaligned(rows: int, columns: int) -> torch.Tensor:
+    return torch.zeros(rows * columns + 1, dtype=BF16)[1:].view(rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("x", torch.zeros(M, K), r"x is torch\.float32 \[6, 128\]; it must be bf16 \[M, K\]"),
+        ("x", torch.zeros(M, 1, K, dtype=BF16), r"x is torch\.bfloat16 \[6, 1, 128\]"),
+        ("x", torch.zeros(M, 96, dtype=BF16), r"x is \[6, 96\], the experts have K=128"),
+        ("x", torch.zeros(K, M, dtype=BF16).T, r"x \[6, 128\] has strides \[1, 6\]"),
+        ("x", unaligned(M, K), r"x begins at address .* 16-byte aligned"),
+        ("x", torch.zeros(M, K, dtype=BF16, device="meta"), r"experts are on cpu, x is on meta"),
+        ("sorted_token_ids", torch.zeros(40), r"sorted_token_ids is torch\.float32 \[40\]"),
+        ("sorted_token_ids", torch.zeros(80, dtype=torch.int32)[::2], r"strides \[2\]"),
+        ("expert_ids", torch.zeros(5, dtype=torch.int64), r"expert_ids is torch\.int64"),
+        ("expert_ids", torch.zeros(5, dtype=torch.int32, device="meta"), "expert_ids is on meta"),
+        ("num_tokens_post_padded", torch.zeros(2, dtype=torch.int32), "has 2 elements"),
+        ("num_tokens_post_padded", torch.tensor([12], dtype=torch.int32), "multiple of block_m=8"),
+        ("num_tokens_post_padded", torch.tensor([-8], dtype=torch.int32), "padded=-8"),
+        ("num_tokens_post_padded", torch.tensor([4000], dtype=torch.int32), r"within 0\.\.40"),
+        ("top_k", 0, "top_k=0 must be at least 1"),
+        ("block_m", 0, r"block_m=0 is not in 1\.\.1024"),
+        ("block_m", 2048, r"block_m=2048"),
+        (
+            "out",
+            torch.zeros(12, 32, dtype=BF16),
+            r"out is .*\[12, 32\]; it must be bf16 \[12, 64\]",
+        ),
+        ("out", torch.zeros(12, 64), r"out is torch\.float32"),
+        ("out", torch.zeros(64, 12, dtype=BF16).T, r"out \[12, 64\] has strides"),
+        ("out", unaligned(12, 64), r"out begins at address"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name_value_and_rule(
+    call: dict[str, Any], name: str, value: object, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        chord.indexed(**(call | {name: value}))
+    chord.indexed(**call)  # still usable
+
+
+@pytest.mark.parametrize("expert", [E, -2])
+def test_an_expert_id_out_of_range_is_refused(call: dict[str, Any], expert: int) -> None:
+    call["expert_ids"] = call["expert_ids"].clone()
+    call["expert_ids"][0] = expert
+    with pytest.raises(InputError, match="expert_ids holds ids from"):
+        chord.indexed(**call)
+
+
+@pytest.mark.parametrize("route", [M * TOP_K + 1, -1])
+def test_a_route_out_of_range_is_refused(call: dict[str, Any], route: int) -> None:
+    call["sorted_token_ids"] = call["sorted_token_ids"].clone()
+    call["sorted_token_ids"][0] = route
+    with pytest.raises(InputError, match="sorted_token_ids holds ids"):
+        chord.indexed(**call)
+
+
+def test_an_out_that_overlaps_x_is_refused(call: dict[str, Any]) -> None:
+    buffer = torch.zeros(M * K + 12 * N, dtype=BF16)
+    x = buffer[: M * K].view(M, K)
+    chord.indexed(**(call | {"x": x, "out": buffer[M * K :].view(12, N)}))
+    with pytest.raises(InputError, match="overlaps x"):
+        chord.indexed(**(call | {"x": x, "out": buffer[: 12 * N].view(12, N)}))
+
+
+def test_rows_beyond_thirty_two_bits_are_refused(call: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"below 2\^31"):
+        chord.indexed(**(call | {"top_k": 1 << 30}))
+
+
+def test_scattered_blocks_of_an_expert_are_counted() -> None:
+    blocks = 1200
+    experts = torch.arange(blocks, dtype=torch.int32) % 2
+    routes = torch.arange(blocks, dtype=torch.int32)
+    used = torch.tensor([blocks], dtype=torch.int32)
+    scattered = chord.routing.Indexed(routes, experts, used, 1, 1)
+    with pytest.raises(InputError, match=r"1200 times; blocks of one expert must lie together"):
+        grouped_gemm._validate_values(scattered, blocks, 2)
+    together = chord.routing.Indexed(routes, experts.sort().values, used, 1, 1)
+    grouped_gemm._validate_values(together, blocks, 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks", "block_m"),
+    [(40, 5, 8), (12 + 4 * 15, 5, 16), (1 << 16, 1 << 10, 64), (0, 0, 1), (48, 48, 1)],
+)
+def test_block_m_is_told_from_the_buffers(slots: int, blocks: int, block_m: int) -> None:
+    assert grouped_gemm.infer_block_m(slots, blocks) == block_m
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks", "words"),
+    [(16, 1, r"blocks of \[16, 32, .*\] fit"), (100, 3, "no power of two fits|fit"), (9, 5, "fit")],
+)
+def test_block_m_that_cannot_be_told_is_asked_for(slots: int, blocks: int, words: str) -> None:
+    fitting = [1 << b for b in range(11) if -(-slots // (1 << b)) == blocks]
+    if len(fitting) == 1:
+        assert grouped_gemm.infer_block_m(slots, blocks) == fitting[0]
+        return
+    with pytest.raises(InputError, match=words):
+        grouped_gemm.infer_block_m(slots, blocks)
+
+
+def test_no_rows_or_no_blocks_give_an_empty_or_zero_result(call: dict[str, Any]) -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    call |= {"sorted_token_ids": none, "expert_ids": none, "num_tokens_post_padded": zero}
+    assert chord.indexed(**(call | {"x": torch.zeros(0, K, dtype=BF16)})).shape == (0, N)
+    assert not chord.indexed(**call).any()
+    out = torch.full((M * TOP_K, N), 12345.0, dtype=BF16)
+    assert chord.indexed(**(call | {"out": out})) is out
+    assert (out == 12345.0).all()
+
+
+def test_the_cpu_runs_the_reference_and_says_so_once(
+    call: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    grouped_gemm._say_reference_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "chord"):
+        first, second = chord.indexed(**call), chord.indexed(**call)
+    assert torch.equal(first, reference.indexed(**call)) and torch.equal(first, second)
+    assert [record.message for record in caplog.records if "reference" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_unrouted_rows_of_out_are_left_alone(call: dict[str, Any]) -> None:
+    call["expert_ids"] = call["expert_ids"].clone()
+    skipped = call["sorted_token_ids"][:BLOCK_M].long()
+    call["expert_ids"][0] = -1
+    out = torch.full((M * TOP_K, N), 12345.0, dtype=BF16)
+    chord.indexed(**call, out=out)
+    rows = skipped[skipped < M * TOP_K]
+    assert len(rows) and (out[rows] == 12345.0).all()
+    assert not chord.indexed(**call)[rows].any()
+
+
+def test_a_config_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord import device as devices
+    from chord.plan.config import DecodeConfig
+
+    monkeypatch.setattr(devices, "facts_of", lambda index: devices.known("h200"))
+    config = DecodeConfig(max_tokens=64, warps=8, block_k=256, stages=8)
+    with pytest.raises(InputError, match=r"config=decode .* cannot run on NVIDIA H200: .*bytes"):
+        grouped_gemm._accept(config, (48, 4096, 7168, 64, "Indexed"), 0)
+
+
+def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from chord import device as devices
+
+    card = SimpleNamespace(name="NVIDIA A100", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    with pytest.raises(UnsupportedError, match=r"NVIDIA A100 has compute capability 8\.0"):
+        devices.facts_of(987)
+
+
+def test_public_names_resolve() -> None:
+    for name in chord.__all__:
+        assert getattr(chord, name) is not None
+    assert set(chord.__all__) <= set(dir(chord))
+    with pytest.raises(AttributeError, match="has no attribute 'grouped'"):
+        chord.grouped  # noqa: B018
+
+
+def test_experts_are_frozen(call: dict[str, Any]) -> None:
+    experts: PackedExperts = call["experts"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        experts.n = 1  # type: ignore[misc]

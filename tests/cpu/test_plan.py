@@ -1,0 +1,199 @@
+"""Planning: what may run, each refusal in words, the choice, profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from chord import device as devices
+from chord.errors import InputError, UnsupportedError
+from chord.plan import cost, legality, select
+from chord.plan.config import (
+    Config,
+    DecodeConfig,
+    PrefillConfig,
+    config_from_fields,
+    shipped_archs,
+    shipped_configs,
+)
+from chord.plan.problem import GemmProblem
+
+H200, B200 = devices.known("h200"), devices.known("b200")
+GATE_UP = GemmProblem(num_experts=48, n=4096, k=7168, routed_rows=160)
+DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4)
+PREFILL = PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=4)
+
+
+@pytest.mark.parametrize("arch", shipped_archs())
+def test_shipped_configs_are_legal_on_their_card(arch: str) -> None:
+    card = devices.known(arch)
+    assert shipped_configs(arch)
+    for config in shipped_configs(arch):
+        assert legality.reject(config, GATE_UP, card) is None, config.label()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dataclasses.replace(DECODE, max_tokens=12), "max_tokens=12 is not a multiple of 8"),
+        (dataclasses.replace(DECODE, max_tokens=72), "max_tokens=72"),
+        (dataclasses.replace(DECODE, warps=3), "warps=3 is not even"),
+        (dataclasses.replace(DECODE, block_k=96), "block_k=96 is not a positive multiple of 64"),
+        (dataclasses.replace(DECODE, stages=1), "stages=1 is not in 2.."),
+        (dataclasses.replace(DECODE, stages=7), "bytes of shared memory"),
+        (dataclasses.replace(PREFILL, width_step=4), "width_step=4 is not 8 or 16"),
+        (dataclasses.replace(PREFILL, block_m=200), "block_m=200 is not a multiple of 8"),
+        (dataclasses.replace(PREFILL, min_width=72), "min_width=72"),
+        (dataclasses.replace(PREFILL, width_step=16), "does not reach block_m=64"),
+    ],
+)
+def test_every_refused_config_says_why(config: Config, words: str) -> None:
+    reason = legality.reject(config, GATE_UP, H200)
+    assert reason is not None and words in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": 513}, "num_experts=513 is not in 1..512"),
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"k": 7184}, "K=7184 is not a positive multiple of 32"),
+        ({"n": 4100}, "N=4100 is not a positive multiple of 8"),
+        ({"routed_rows": -1}, "routed_rows=-1"),
+        ({"routed_rows": 1 << 31}, "counted in 32 bits"),
+        ({"routed_rows": 5_000_000}, "exceeds 4793490 rows"),
+        ({"addressing": "Sorted"}, "addressing 'Sorted'"),
+    ],
+)
+def test_every_refused_problem_says_why(change: dict[str, int], words: str) -> None:
+    problem = dataclasses.replace(GATE_UP, **change)
+    reason = legality.reject(DECODE, problem, H200)
+    assert reason is not None and words in reason
+    with pytest.raises(UnsupportedError, match=words.split("(")[0].replace("..", r"\.\.")):
+        select.decide(problem, H200)
+
+
+def test_prefill_is_refused_on_blackwell_in_words() -> None:
+    reason = legality.reject(PREFILL, GATE_UP, B200)
+    assert reason is not None and "wgmma exists on Hopper alone" in reason
+
+
+def test_tiles_are_counted_in_twenty_bits() -> None:
+    many = GemmProblem(num_experts=1, n=8, k=32, routed_rows=100_000_000)
+    reason = legality.reject(DECODE, many, H200)
+    assert reason is not None and "tiles of 16 rows" in reason
+    with pytest.raises(UnsupportedError, match="no configuration can run"):
+        select.decide(many, H200)
+
+
+@pytest.mark.parametrize("card", devices.known_cards())
+@pytest.mark.parametrize("rows", [0, 1, 64, 160, 1024, 16384, 131072, 299_600])
+def test_decide_returns_a_legal_choice_with_its_reasons(card: str, rows: int) -> None:
+    facts = devices.known(card)
+    problem = dataclasses.replace(GATE_UP, routed_rows=rows)
+    decision = select.decide(problem, facts)
+    assert legality.reject(decision.config, problem, facts) is None
+    assert decision.considered[0][0] == decision.config
+    times = [us for _, us in decision.considered]
+    assert times == sorted(times) and all(us > 0 for us in times)
+    assert decision.reason.startswith("cost model") or decision.reason.startswith("profile")
+
+
+def test_decode_serves_few_rows_and_prefill_many() -> None:
+    few = select.decide(dataclasses.replace(GATE_UP, routed_rows=16), H200, Path("none"))
+    many = select.decide(dataclasses.replace(GATE_UP, routed_rows=16384), H200, Path("none"))
+    assert few.config.kernel == "decode" and many.config.kernel == "prefill"
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    ada = dataclasses.replace(H200, name="NVIDIA L40S", card="l40s", arch="sm_89a")
+    with pytest.raises(UnsupportedError, match=r"shipped for sm_89a \(NVIDIA L40S\)"):
+        select.decide(GATE_UP, ada)
+
+
+def test_predictions_stay_above_the_floor() -> None:
+    for rows in (1, 160, 4096, 65536):
+        problem = dataclasses.replace(GATE_UP, routed_rows=rows)
+        floor = cost.floor_us(problem, H200)
+        for config in shipped_configs("sm_90a"):
+            assert cost.predict_us(config, problem, H200) >= 0.95 * floor
+
+
+def test_load_histogram_counts_rows_and_experts() -> None:
+    for rows in (1, 48, 480, 2000, 20_000):
+        problem = dataclasses.replace(GATE_UP, routed_rows=rows)
+        total = sum(count * experts for count, experts in problem.load_histogram)
+        assert total == pytest.approx(rows, rel=0.02)
+        assert problem.active_experts <= 48 + 1e-6
+
+
+def write_profile(folder: Path, **change: object) -> None:
+    row = {
+        "num_experts": 48,
+        "n": 4096,
+        "k": 7168,
+        "addressing": "Indexed",
+        "rows_from": 100,
+        "rows_to": 200,
+        "kernel": "decode",
+        "config": {"max_tokens": 32, "warps": 8, "block_k": 256, "stages": 3},
+        "us": 190.5,
+        "date": "2026-11-29",
+    }
+    row.update(change)
+    (folder / "h200.json").write_text(json.dumps({"card": "h200", "rows": [row]}))
+    select.profile_rows.cache_clear()
+
+
+def test_a_profile_row_wins_over_the_model_where_it_was_measured(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    inside = select.decide(GATE_UP, H200, tmp_path)
+    assert inside.config == DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=3)
+    assert inside.reason == "profile h200.json row 0, 190.5 us measured on 2026-11-29"
+    for other in ({"routed_rows": 99}, {"routed_rows": 201}, {"n": 2048}):
+        outside = select.decide(dataclasses.replace(GATE_UP, **other), H200, tmp_path)
+        assert outside.reason.startswith("cost model")
+
+
+def test_an_illegal_profile_row_is_passed_over(tmp_path: Path) -> None:
+    fields = {"max_tokens": 64, "warps": 8, "block_k": 256, "stages": 6}
+    write_profile(tmp_path, config=fields)
+    decision = select.decide(GATE_UP, H200, tmp_path)
+    assert decision.reason.startswith("cost model")
+    assert any(config.fields() == fields for config, _ in decision.rejected)
+
+
+def test_a_broken_profile_is_named(tmp_path: Path) -> None:
+    write_profile(tmp_path, kernel="stream")
+    with pytest.raises(InputError, match=r"profile .*h200\.json cannot be read.*stream"):
+        select.decide(GATE_UP, H200, tmp_path)
+    select.profile_rows.cache_clear()
+
+
+def test_shipped_profiles_are_legal() -> None:
+    for path in select.PROFILES.glob("*.json"):
+        facts = devices.known(path.stem)
+        for row in select.profile_rows(path.stem):
+            for rows in (row.rows_from, row.rows_to):
+                problem = GemmProblem(row.num_experts, row.n, row.k, rows, row.addressing)
+                assert legality.reject(row.config, problem, facts) is None, row.source
+
+
+def test_configs_render_by_field_name_and_read_back() -> None:
+    assert DECODE.to_cpp() == "{.max_tokens = 16, .warps = 8, .block_k = 256, .stages = 4}"
+    for config in (DECODE, PREFILL):
+        assert config_from_fields(config.kernel, config.fields()) == config
+    with pytest.raises(InputError, match="kernel 'stream' is not one of decode, prefill"):
+        config_from_fields("stream", {})
+    with pytest.raises(InputError, match="do not make a decode configuration"):
+        config_from_fields("decode", {"tokens": 8})
+
+
+def test_known_cards() -> None:
+    assert devices.known("SM_100a") == B200
+    assert (H200.arch, H200.num_sms, H200.smem_per_block_optin) == ("sm_90a", 132, 232448)
+    with pytest.raises(InputError, match="card 'a100' is not known; known are h100, h200"):
+        devices.known("a100")
