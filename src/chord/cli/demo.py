@@ -84,8 +84,8 @@ def demo(
             "run",
             lambda: run_layer(hidden.to(where), w13, w2, weights.to(where), ids.to(where)),
             lambda y: (
-                f"{tokens} tokens x top {shape.top_k} = {ids.numel()} rows through gate_up, "
-                "SwiGLU, down (first call: compiles if needed)"
+                f"gate_up, SwiGLU, down of {tokens} tokens x top {shape.top_k} = {ids.numel()} "
+                f"rows{', kernels loaded or compiled' if where == 'cuda' else ''}"
             ),
         )
         expected = step(
