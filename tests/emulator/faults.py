@@ -171,8 +171,8 @@ DECODE = (
     Fault(
         "a store buffer is used again too early",
         _DECODE,
-        "(eight % 2) * kStoreBufferBytes",
-        "0 * kStoreBufferBytes",
+        "buffer ^= 1;",
+        "",
         "overwrites (what|bytes that) .* has not released",
     ),
     Fault(

@@ -158,7 +158,7 @@ def test_pack_rounds_like_torch() -> None:
 
 
 def test_matrix_load_multiply_and_store() -> None:
-    """What ldmatrix loads feeds mma, whose sums go through stmatrix: C = A B^T against torch, exactly."""
+    """Load A and B with ldmatrix, multiply with mma, store C = A B^T with stmatrix."""
     g = torch.Generator().manual_seed(2)
     a = torch.randint(-8, 9, (16, 16), generator=g).bfloat16()
     b = torch.randint(-8, 9, (8, 16), generator=g).bfloat16()

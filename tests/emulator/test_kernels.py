@@ -17,6 +17,7 @@ pytestmark = pytest.mark.emulator
 
 DECODE_8 = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=2)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=3)
+DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
 DECODE_64 = DecodeConfig(max_tokens=64, warps=4, block_k=128, stages=2)
 PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
 PREFILL_64 = PrefillConfig(block_m=64, min_width=32, width_step=16, block_k=128, stages=3)
@@ -57,12 +58,14 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("config", (DECODE_8, DECODE_16, PREFILL_32), ids=lambda c: c.label())
+@pytest.mark.parametrize(
+    "config", (DECODE_8, DECODE_16, DECODE_WIDE, PREFILL_32), ids=lambda c: c.label()
+)
 def test_every_shape(config: Config, shape: Shape) -> None:
     check(config, inputs(shape), shape.num_blocks, seed=len(str(shape)))
 
 
-@pytest.mark.parametrize("config", (DECODE_64, PREFILL_64), ids=lambda c: c.label())
+@pytest.mark.parametrize("config", (DECODE_64, DECODE_WIDE, PREFILL_64), ids=lambda c: c.label())
 @pytest.mark.parametrize("tokens", (1, 8, 9, 31, 33, 48, 49, 64, 65, 130))
 def test_every_width(config: Config, tokens: int) -> None:
     shape = Shape(1, 136, 160, tokens, block_m=16)

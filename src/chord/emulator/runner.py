@@ -55,7 +55,12 @@ class Launch:
 
 
 def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return partial sums (float32) and flags (int32, zero) for a launch of `num_blocks` blocks."""
+    """Return scratch for a launch of `num_blocks` blocks.
+
+    Returns:
+        Partial sums, float32, [num_blocks * config.partial_floats()], NaN; flags, int32,
+        [num_blocks * config.warps], zero. Both are empty where the kernel needs none.
+    """
     if not isinstance(config, DecodeConfig):
         return torch.empty(0), torch.zeros(0, dtype=torch.int32)
     partial = torch.full((num_blocks * config.partial_floats(),), float("nan"))
@@ -70,7 +75,16 @@ def indexed_launch(
     out: torch.Tensor,
     num_blocks: int,
 ) -> Launch:
-    """Pack the parameters of an indexed launch."""
+    """Pack the parameters of an indexed launch; tensors as in `run_indexed`.
+
+    Args:
+        config: The configuration.
+        x: bfloat16, [M, K].
+        packed: E experts of N features.
+        routing: Which row belongs to which expert.
+        out: bfloat16, [M * top_k, N].
+        num_blocks: Blocks of the launch.
+    """
     partial, flags = scratch_of(config, num_blocks)
     params = INDEXED.packer.pack(
         x.data_ptr(),

@@ -1,5 +1,5 @@
-// Asynchronous copies: they land at a random time, and their bytes may be read by who has waited for
-// the barrier that counts them.
+// Asynchronous copies: they land at a random time, and their bytes may be read by who has waited
+// for the barrier that counts them.
 #include <cstring>
 
 #include "api.hpp"
