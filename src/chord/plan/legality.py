@@ -16,7 +16,7 @@ from chord.plan.config import (
     shipped_archs,
 )
 from chord.plan.problem import GemmProblem
-from chord.weights.layout import reject_shape
+from chord.weights.layout import UNIT_N, reject_shape
 
 ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
 ADDRESSINGS = ("Indexed",)
@@ -92,10 +92,13 @@ def _reject_decode(config: DecodeConfig) -> str | None:
             f"max_tokens={config.max_tokens} is not a multiple of 8 in 8..64 (an mma takes 8 "
             f"tokens, a lane notes two rows)"
         )
-    if config.warps % 2 or not 2 <= config.warps <= 30:
+    if config.warp_features not in (32, 64):
+        return f"warp_features={config.warp_features} is not 32 or 64 (half or all of a unit)"
+    if config.warps < 1 or config.threads() > 1024 or config.tile_features % UNIT_N:
         return (
-            f"warps={config.warps} is not even and in 2..30 (two warps share a 64-feature unit, a "
-            f"block has at most 1,024 threads)"
+            f"warps={config.warps} with warp_features={config.warp_features} makes "
+            f"{config.threads()} threads and {config.tile_features} features; at most 1,024 "
+            f"threads and a multiple of {UNIT_N} features (packed unit)"
         )
     return None
 
