@@ -22,7 +22,7 @@ TINY = 'extern "C" __global__ void chord_entry(float* p) { p[threadIdx.x] = 1.0f
 def test_units_state_what_the_host_believes() -> None:
     unit = source.render(DECODE)
     assert "#include <chord/kernels/decode.cuh>" in unit
-    assert "kConfig{.max_tokens = 8, .warps = 8, .block_k = 256, .stages = 5};" in unit
+    assert f"chord::DecodeConfig kConfig{DECODE.to_cpp()};" in unit
     assert f"kConfig.smem_bytes() == {DECODE.smem_bytes()}" in unit
     assert "sizeof(chord::Params<chord::Indexed>) == 96" in unit
     assert "chord::prefill<kConfig>(p);" in source.render(PREFILL)
