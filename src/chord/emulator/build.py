@@ -52,7 +52,7 @@ FLAVOURS = {
 _RUNTIME_FLAGS = {
     LIBRARY: ("-O3",),
     "sanitize": ("-O3", "-DCHORD_ADDRESS_SANITIZER"),
-    "debug": ("-O1", "-g"),
+    "debug": ("-O1", "-g2"),
 }
 
 
