@@ -31,7 +31,8 @@ def test_units_state_what_the_host_believes() -> None:
 
 
 def test_a_wrong_belief_is_a_compile_error_that_shows_the_line() -> None:
-    unit = source.render(DECODE).replace("threads() == 288", "threads() == 256")
+    belief = f"threads() == {DECODE.threads()}"
+    unit = source.render(DECODE).replace(belief, "threads() == 32")
     with pytest.raises(CompileError, match=r"(?s)sm_90a.*host and device disagree on the threads"):
         compiler.compile_unit(unit, "sm_90a")
 
@@ -139,7 +140,7 @@ def test_a_launch_hands_over_grid_block_memory_stream_and_parameters(monkeypatch
     prepared.launch(1234, values)
     prepared.launch(5678, (*values[:-1], 100))
     (grid, block, smem, stream, data), second = stand_in.launches
-    assert (grid, block, smem, stream) == (132, 288, DECODE.smem_bytes(), 1234)
+    assert (grid, block, smem, stream) == (132, DECODE.threads(), DECODE.smem_bytes(), 1234)
     assert data == params.INDEXED.packer.pack(*values)
     assert second[3] == 5678 and second[4][-4:] == struct.pack("<i", 100)
     stand_in.result = 701
