@@ -26,6 +26,7 @@ from chord.weights.packed import PackedExperts
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
 INPUT, OUTPUT, PARTIAL, FLAGS = range(4)
 _ERROR_BYTES = 1 << 20
+_FLAGS_PER_BLOCK = 8  # one a multiplying warp
 
 
 class EmulatorError(ChordError):
@@ -58,13 +59,12 @@ def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Ten
     """Return scratch for a launch of `num_blocks` blocks.
 
     Returns:
-        Partial sums, float32, [num_blocks * config.partial_floats()], NaN; flags, int32,
-        [num_blocks * config.warps], zero. Both are empty where the kernel needs none.
+        Partial sums, float32, [num_blocks * config.partial_floats()], NaN, or [0] where the kernel
+        leaves none; flags, int32, [num_blocks * 8], zero.
     """
-    if not isinstance(config, DecodeConfig):
-        return torch.empty(0), torch.zeros(0, dtype=torch.int32)
-    partial = torch.full((num_blocks * config.partial_floats(),), float("nan"))
-    return partial, torch.zeros(num_blocks * config.warps, dtype=torch.int32)
+    floats = config.partial_floats() if isinstance(config, DecodeConfig) else 0
+    partial = torch.full((num_blocks * floats,), float("nan"))
+    return partial, torch.zeros(num_blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
 
 
 def indexed_launch(

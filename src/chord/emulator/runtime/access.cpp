@@ -39,6 +39,42 @@ PartialGranule& partial_granule(Region& region, const void* address, Where where
   return region.partial[(static_cast<const unsigned char*>(address) - region.begin) / 16];
 }
 
+Region& flags_or_fail(const std::uint32_t* address, const char* action, Where where) {
+  touch();
+  Region& region = region_or_fail(address, 4, action, where);
+  if (region.use != Use::kFlags) fail(where, std::string(action) + " a flag in " + region.name);
+  return region;
+}
+
+FlagState& flag_state(Region& region, const std::uint32_t* address) {
+  return region.flags[address - reinterpret_cast<const std::uint32_t*>(region.begin)];
+}
+
+// What the running thread knows, for whoever acquires it.
+std::shared_ptr<const Foreign> released_knowledge() {
+  Thread& thread = *self;
+  const std::vector<Clock>& seen = thread.knowledge.seen;
+  auto snapshot = std::make_shared<Foreign>();
+  snapshot->clocks.resize(launch->blocks.size());
+  snapshot->clocks[thread.block->index].assign(seen.begin(),
+                                               seen.begin() + thread.block->slots.threads);
+  thread.advance();
+  return join_foreign(snapshot, thread.knowledge.foreign);
+}
+
+void set_flag(std::uint32_t* address, std::uint32_t value) {
+  *address = value;
+  const std::vector<Thread*> waiters = std::move(launch->flag_waiters);
+  launch->flag_waiters.clear();
+  for (Thread* waiter : waiters) {
+    if (waiter->polled == address && value != waiter->polled_value) {
+      launch->wake(*waiter);
+    } else {
+      launch->flag_waiters.push_back(waiter);
+    }
+  }
+}
+
 }  // namespace
 
 void read_shared(std::uint32_t address, void* value, int bytes, Where where) {
@@ -138,43 +174,32 @@ void read_partial(const void* address, void* value, int bytes, Where where) {
 }
 
 void write_flag(std::uint32_t* address, std::uint32_t value, Where where) {
-  touch();
-  Region& region = region_or_fail(address, 4, "stores to", where);
-  if (region.use != Use::kFlags) fail(where, "stores a flag to " + region.name);
-  Thread& thread = *self;
-  FlagState& state = region.flags[address - reinterpret_cast<std::uint32_t*>(region.begin)];
-  const auto& seen = thread.knowledge.seen;
-  auto snapshot = std::make_shared<Foreign>();
-  snapshot->clocks.resize(launch->blocks.size());
-  snapshot->clocks[thread.block->index].assign(seen.begin(),
-                                               seen.begin() + thread.block->slots.threads);
-  state.knowledge = join_foreign(snapshot, thread.knowledge.foreign);
-  thread.advance();
-  *address = value;
-  std::vector<Thread*> waiters = std::move(launch->flag_waiters);
-  launch->flag_waiters.clear();
-  for (Thread* waiter : waiters) {
-    if (waiter->polled == address && value != waiter->polled_value) {
-      launch->wake(*waiter);
-    } else {
-      launch->flag_waiters.push_back(waiter);
-    }
-  }
+  Region& region = flags_or_fail(address, "stores", where);
+  flag_state(region, address).knowledge = released_knowledge();
+  set_flag(address, value);
+}
+
+// Acquires what the flag holds and releases it again with the own knowledge.
+std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where) {
+  Region& region = flags_or_fail(address, "adds to", where);
+  FlagState& state = flag_state(region, address);
+  self->knowledge.foreign = join_foreign(self->knowledge.foreign, state.knowledge);
+  state.knowledge = released_knowledge();
+  const std::uint32_t before = *address;
+  set_flag(address, before + value);
+  return before;
 }
 
 // A thread that polls and finds the same value again sleeps until somebody changes it.
 std::uint32_t read_flag(const std::uint32_t* address, Where where) {
-  Region& region = region_or_fail(address, 4, "loads", where);
-  if (region.use != Use::kFlags) fail(where, "loads a flag from " + region.name);
   Thread& thread = *self;
   if (thread.polled == address && thread.polled_value == *address) {
     launch->flag_waiters.push_back(&thread);
     launch->suspend(State::kFlag, where, 0);
   }
-  const auto found = region.flags.find(address - reinterpret_cast<std::uint32_t*>(region.begin));
-  if (found != region.flags.end()) {
-    thread.knowledge.foreign = join_foreign(thread.knowledge.foreign, found->second.knowledge);
-  }
+  Region& region = flags_or_fail(address, "loads", where);
+  const std::shared_ptr<const Foreign>& released = flag_state(region, address).knowledge;
+  thread.knowledge.foreign = join_foreign(thread.knowledge.foreign, released);
   thread.polled = address;
   thread.polled_value = *address;
   return *address;

@@ -31,6 +31,7 @@ void write_global(void* address, const void* value, int bytes, Where where);
 void write_partial(void* address, const void* value, int bytes, Where where);
 void read_partial(const void* address, void* value, int bytes, Where where);
 void write_flag(std::uint32_t* address, std::uint32_t value, Where where);
+std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where);
 std::uint32_t read_flag(const std::uint32_t* address, Where where);
 
 // mbarrier.cpp

@@ -88,4 +88,8 @@ inline u32 load_acquire(const u32* address, emulator::Where where = emulator::Wh
   return emulator::read_flag(address, where);
 }
 
+inline u32 atomic_add(u32* address, u32 value, emulator::Where where = emulator::Where::current()) {
+  return emulator::atomic_add(address, value, where);
+}
+
 }  // namespace chord::ptx
