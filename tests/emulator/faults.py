@@ -1,4 +1,9 @@
-"""Faults to plant in the kernel sources: what changes, and what the emulator must say of it."""
+"""Faults to plant: what changes in a header, and what the emulator must say of it.
+
+Most of them change what one instruction does, in the host's copy of kernels/ptx, so that they stay
+as the kernels are rewritten: an instruction that does nothing is the same fault as a kernel that
+forgets it. The others change the small headers that both kernels share.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,9 @@ from pathlib import Path
 
 from chord import errors
 
-SOURCES = Path(errors.__file__).parent.parent
-RESULT = "routed rows differ"  # what launches.check says
+PACKAGE = Path(errors.__file__).parent
+HOST = PACKAGE / "emulator" / "include"
+WRONG_RESULT = "routed rows differ"  # what launches.check says
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,8 @@ class Fault:
 
     Attributes:
         name: What is wrong.
-        header: Where, below src/.
-        old: Text that stands there, once.
+        header: Below chord/kernels; of ptx/ the host's implementation.
+        old: Text that stands there once, however it is wrapped and indented.
         new: What takes its place.
         message: Regular expression of the report.
         flavour: How the unit is compiled, see chord.emulator.build.
@@ -34,347 +40,421 @@ class Fault:
 
     def replaced(self) -> dict[str, str]:
         """Return the header with the fault in it, as build.build takes it."""
-        path = SOURCES / self.header
-        text = path.read_text()
-        # However the source is wrapped and indented.
+        name = f"chord/kernels/{self.header}"
+        root = HOST if self.header.startswith("ptx/") else PACKAGE.parent
         pattern = r"\s+".join(re.escape(word) for word in self.old.split())
-        text, count = re.subn(pattern, lambda _: self.new, text)
-        assert count == 1, f"{self.header} holds the text of {self.name!r} {count} times, not once"
-        return {self.header: text}
+        text, count = re.subn(pattern, lambda _: self.new, (root / name).read_text())
+        assert count == 1, f"{name} holds the text of {self.name!r} {count} times, not once"
+        return {name: text}
 
 
-_DECODE = "chord/kernels/decode.cuh"
-_PREFILL = "chord/kernels/prefill.cuh"
-_PIPELINE = "chord/kernels/pipeline.cuh"
-_SCHEDULE = "chord/kernels/schedule.cuh"
-_EPILOGUE = "chord/kernels/epilogue.cuh"
-_INDEXED = "chord/kernels/addressing/indexed.cuh"
-_DESCRIPTOR = "chord/kernels/smem_descriptor.cuh"
-_CONFIG = "chord/kernels/config.cuh"
+_UNSEEN = "without having waited for it"
+_EARLY = f"still in flight|nobody has written|{_UNSEEN}"
+_UNRELEASED = "has not released"
+_REGISTERS = "wgmma still owns|before wgmma_wait|that wgmma of warp .* reads .* has not released"
 
-_WAIT_FULL = "{ ptx::mbarrier_wait(full(at.stage), at.phase); }"
-_WAIT_EMPTY = "ptx::mbarrier_wait(empty(at.stage), at.phase ^ 1);"
-
-DECODE = (
+BOTH = (
+    # --- mbarriers
+    Fault(
+        "no barrier is waited for",
+        "ptx/mbarrier.cuh",
+        "emulator::mbarrier_wait(barrier, parity, where);",
+        "(void)barrier, (void)parity, (void)where;",
+        f"{_EARLY}|{_UNRELEASED}",
+    ),
     Fault(
         "full is not waited for",
-        _PIPELINE,
-        _WAIT_FULL,
+        "pipeline.cuh",
+        "{ ptx::mbarrier_wait(full(at.stage), at.phase); }",
         "{ (void)at; }",
-        "still in flight|nobody has written|without having waited",
+        _EARLY,
     ),
     Fault(
         "full is waited for with the wrong parity",
-        _PIPELINE,
-        _WAIT_FULL,
+        "pipeline.cuh",
+        "{ ptx::mbarrier_wait(full(at.stage), at.phase); }",
         "{ ptx::mbarrier_wait(full(at.stage), at.phase ^ 1); }",
-        "still in flight|nobody has written|without having waited",
+        _EARLY,
     ),
     Fault(
         "empty is not waited for",
-        _PIPELINE,
-        _WAIT_EMPTY,
+        "pipeline.cuh",
+        "ptx::mbarrier_wait(empty(at.stage), at.phase ^ 1);",
         "(void)at;",
-        "has not released|still in flight|once more than|without having waited",
+        f"{_UNRELEASED}|{_EARLY}|once more than",
     ),
     Fault(
-        "a stage is not released",
-        _DECODE,
-        "if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));",
-        "",
-        r"deadlock.*\n(.*\n)*.*phase of parity \d; it is in phase \d and lacks \d+ of \d+ arrivals",
+        "empty is waited for with the wrong parity",
+        "pipeline.cuh",
+        "ptx::mbarrier_wait(empty(at.stage), at.phase ^ 1);",
+        "ptx::mbarrier_wait(empty(at.stage), at.phase);",
+        r"deadlock(.*\n)*.*phase of parity 0; it is in phase 0 and lacks 8 of 8 arrivals",
     ),
     Fault(
-        "one lane releases for a warp that still reads",
-        _DECODE,
-        "ptx::sync_warp();\n      if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));",
-        "if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));",
-        "overwrites bytes that thread .* reads .* has not released",
+        "no stage is released",
+        "ptx/mbarrier.cuh",
+        "emulator::mbarrier_arrive(barrier, where);",
+        "(void)barrier, (void)where;",
+        r"deadlock(.*\n)*.*lacks 8 of 8 arrivals",
     ),
     Fault(
-        "too many arrivals",
-        _DECODE,
-        "ring.init(1, kConfig.warps)",
-        "ring.init(1, kConfig.warps - 1)",
-        "once more than the 7 arrivals|has not released",
+        "every stage is released twice",
+        "ptx/mbarrier.cuh",
+        "emulator::mbarrier_arrive(barrier, where);",
+        "emulator::mbarrier_arrive(barrier, where), emulator::mbarrier_arrive(barrier, where);",
+        f"once more than the 8 arrivals|{_UNRELEASED}|{_EARLY}",
     ),
     Fault(
         "too few bytes announced",
-        _DECODE,
-        "+ num_rows * x_bytes",
-        "",
-        "bytes more than were announced",
+        "ptx/mbarrier.cuh",
+        "mbarrier_arrive_expect_bytes(barrier, bytes, where);",
+        "mbarrier_arrive_expect_bytes(barrier, bytes == 0 ? 0 : bytes - 16, where);",
+        "16 bytes more than were announced",
     ),
     Fault(
         "too many bytes announced",
-        _DECODE,
-        "+ num_rows * x_bytes",
-        "+ num_rows * x_bytes + 16",
-        r"deadlock(.*\n)*.*lacks 0 of 1 arrivals and 16 bytes|lacks 1 of 1 arrivals and 16 bytes",
+        "ptx/mbarrier.cuh",
+        "mbarrier_arrive_expect_bytes(barrier, bytes, where);",
+        "mbarrier_arrive_expect_bytes(barrier, bytes + 16, where);",
+        r"deadlock(.*\n)*.*and 16 bytes",
     ),
     Fault(
         "barriers are not fenced",
-        _PIPELINE,
-        "ptx::fence_mbarrier_init();",
-        "",
+        "ptx/mbarrier.cuh",
+        "emulator::fence_mbarrier_init(where);",
+        "(void)where;",
         "without fence_mbarrier_init",
     ),
     Fault(
-        "a barrier is set up twice as far",
-        _PIPELINE,
+        "barriers overlap",
+        "pipeline.cuh",
         "return base + 16 * stage + 8;",
-        "return base + 16 * stage + 12;",
+        "return base + 16 * stage + 4;",
         "not a multiple of 8",
     ),
     Fault(
-        "zeros are not fenced from bulk copies",
-        _DECODE,
-        "ptx::fence_proxy_async();",
-        "",
-        "without fence_proxy_async",
+        "a barrier is set up twice",
+        "pipeline.cuh",
+        "ptx::mbarrier_init(empty(stage), empty_arrivals);",
+        "ptx::mbarrier_init(full(stage), empty_arrivals);",
+        "overwrites a barrier",
     ),
+    # --- copies
     Fault(
         "misaligned bulk copy",
-        _DECODE,
-        "ptx::bulk_load_stream(weight_stage(at.stage) +",
-        "ptx::bulk_load_stream(8 + weight_stage(at.stage) +",
-        "not a multiple of 16",
+        "ptx/copy.cuh",
+        "inline void bulk_load_stream(SmemAddress target, const void* source, int bytes,"
+        " SmemAddress barrier, emulator::Where where = emulator::Where::current()) {",
+        "inline void bulk_load_stream(SmemAddress target, const void* source, int bytes,"
+        " SmemAddress barrier, emulator::Where where = emulator::Where::current()) { target += 8;",
+        "copies to shared .* not a multiple of 16",
     ),
     Fault(
         "rows are read beyond x",
-        _INDEXED,
+        "addressing/indexed.cuh",
         "return output_row / p.top_k;",
         "return output_row;",
-        r"x \(\d+ bytes\) at byte \d+, which is outside every tensor|routed rows differ",
+        r"copies from .*x \(\d+ bytes\) at byte \d+, which is outside every tensor",
+    ),
+    # --- barriers of block and warp, votes
+    Fault(
+        "the block is not synchronised",
+        "ptx/sync.cuh",
+        "emulator::sync_block(where);",
+        "(void)where;",
+        f"without synchronising since|no mbarrier has been set up|{_EARLY}",
     ),
     Fault(
-        "misaligned ldmatrix",
-        _DECODE,
-        "(lane / 8) * 16;",
-        "(lane / 8) * 8;",
-        "row address of lane .* not a multiple of 16",
+        "the schedule is read before it is written",
+        "schedule.cuh",
+        "ptx::sync_block(); // Number the tiles.",
+        "// Number the tiles.",
+        "nobody has written|without having waited",
     ),
     Fault(
-        "part of a warp votes",
-        _DECODE,
-        "const u32 valid = ptx::ballot(rows.output_row[i] >= 0);",
-        "const u32 valid = lane == 3 ? 0 : ptx::ballot(rows.output_row[i] >= 0);",
-        "all 32 lanes have to take part|deadlock",
+        "warps are not synchronised",
+        "ptx/sync.cuh",
+        "emulator::sync_warp(where);",
+        "(void)where;",
+        f"{_UNRELEASED}|{_UNSEEN}|more than were announced",
     ),
+    Fault(
+        "one lane leaves a vote out",
+        "ptx/sync.cuh",
+        "return emulator::ballot(predicate, where);",
+        "return emulator::thread_index() == 5 ? 0 : emulator::ballot(predicate, where);",
+        "all 32 lanes have to take part|only lanes 0-4, 6-31 have arrived",
+    ),
+    Fault(
+        "a shuffle reads the neighbour",
+        "ptx/sync.cuh",
+        "emulator::shuffle(value, source_lane, where);",
+        "emulator::shuffle(value, source_lane + 1, where);",
+        f"{WRONG_RESULT}|outside every tensor|has stored before|deadlock",
+    ),
+    # --- the epilogue
     Fault(
         "transposed rows are read too early",
-        _EPILOGUE,
+        "epilogue.cuh",
         "ptx::sync_warp();",
         "",
         "reads what a matrix store of warp",
     ),
     Fault(
-        "a store buffer is used again too early",
-        _DECODE,
-        "buffer ^= 1;",
-        "",
-        "overwrites (what|bytes that) .* has not released",
+        "one store buffer instead of two",
+        "config.cuh",
+        "inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;",
+        "inline constexpr int kStoreBufferBytes = 0;\n"
+        "inline constexpr int kRealStoreBufferBytes = 8 * kStoreRowBytes;",
+        f"overwrites bytes that .* {_UNRELEASED}|outside the block's|overwrites what|overwrites a",
     ),
     Fault(
-        "shared memory is used beyond the block's",
-        _DECODE,
-        "+ warp * kStoreBytesPerWarp;",
-        "+ (warp + 40) * kStoreBytesPerWarp;",
-        "outside the block's|overwrites",
-    ),
-    Fault(
-        "a copy is started that nobody waits for",
-        _DECODE,
-        "chunk < end; ++chunk) {\n      load_stage",
-        "chunk <= end; ++chunk) {\n      load_stage",
-        "nobody has waited for the copies|outside every tensor",
-    ),
-    Fault(
-        "partial sums are released before they are written",
-        _DECODE,
-        "ptx::sync_warp();\n    if (lane == 0) ptx::store_release(flag_at(ptx::block_idx()), 1);",
-        "if (lane == 0) ptx::store_release(flag_at(ptx::block_idx()), 1);",
-        "without having acquired them|nobody has written in this launch",
-    ),
-    Fault(
-        "partial sums are not waited for",
-        _DECODE,
-        "while (ptx::load_acquire(flag_at(block)) == 0) {\n        }",
-        "",
-        "without having acquired them|nobody has written in this launch|flags have to be zero",
-    ),
-    Fault(
-        "a flag is not reset",
-        _DECODE,
-        "ptx::store_release(flag_at(block), 0);",
-        "",
-        "flags have to be zero",
-    ),
-    Fault(
-        "a flag is never set",
-        _DECODE,
-        "if (lane == 0) ptx::store_release(flag_at(ptx::block_idx()), 1);",
-        "",
-        r"deadlock(.*\n)*.*flags \(\d+ bytes\) at byte \d+ to change from 0",
+        "misaligned matrix store",
+        "epilogue.cuh",
+        "store_matrix_x4_transposed(buffer",
+        "store_matrix_x4_transposed(8 + buffer",
+        "row address of lane .* not a multiple of 16",
     ),
     Fault(
         "out is written beyond n",
-        _EPILOGUE,
+        "epilogue.cuh",
         "output_row >= 0 && feature < n",
         "output_row >= 0",
         "has stored before|outside every tensor",
     ),
     Fault(
-        "the schedule is read before it is written",
-        _SCHEDULE,
-        "ptx::sync_block();\n\n  // Number the tiles.",
-        "\n\n  // Number the tiles.",
-        "nobody has written|without having waited",
+        "every block does all tiles",
+        "ptx/sync.cuh",
+        "inline int grid_dim() { return emulator::block_count(); }\n",
+        "inline int grid_dim() { return 1; }\n#define block_idx() thread_idx() * 0\n",
+        "has stored before",
     ),
     Fault(
         "an array is read past its end",
-        _DECODE,
-        "codes[i][2 * group + step]",
-        "codes[i][2 * group + step + p.reserved + 1]",
-        "AddressSanitizer|runtime error",
+        "dequant/int4.cuh",
+        "const u32 upper = word >> 8;",
+        "const u32 upper = word >> (8 + (ptx::broadcast_low(word | 0x40) & 0x40));",
+        "runtime error: shift exponent",
         flavour="sanitize",
     ),
 )
 
+DECODE = (
+    *BOTH,
+    Fault(
+        "a store beyond shared memory",
+        "ptx/ldst.cuh",
+        "emulator::write_shared(address, &v, 16, where);",
+        "emulator::write_shared(address + (1 << 18), &v, 16, where);",
+        "outside the block's",
+    ),
+    Fault(
+        "misaligned ldmatrix",
+        "ptx/ldst.cuh",
+        "emulator::load_matrix_x4(r, row, where);",
+        "emulator::load_matrix_x4(r, row + 8, where);",
+        "row address of lane .* not a multiple of 16",
+    ),
+    Fault(
+        "ldmatrix of the next row",
+        "ptx/ldst.cuh",
+        "emulator::load_matrix_x4(r, row, where);",
+        "emulator::load_matrix_x4(r, row + 16, where);",
+        f"{WRONG_RESULT}|nobody has written",
+    ),
+    Fault(
+        "partial sums are not waited for",
+        "ptx/ldst.cuh",
+        "return emulator::read_flag(address, where);",
+        "return 1 + 0 * (address == nullptr ? where.line() : 0);",
+        "without having acquired them|nobody has written in this launch|flags have to be zero",
+    ),
+    Fault(
+        "a flag is not reset",
+        "ptx/ldst.cuh",
+        "emulator::write_flag(address, value, where);",
+        "if (value != 0) emulator::write_flag(address, value, where);",
+        "flags have to be zero",
+    ),
+    Fault(
+        "a flag is never set",
+        "ptx/ldst.cuh",
+        "emulator::write_flag(address, value, where);",
+        "if (value == 0) emulator::write_flag(address, value, where);",
+        r"deadlock(.*\n)*.*flags \(\d+ bytes\) at byte \d+ to change from 0",
+    ),
+    Fault(
+        "partial sums are read past the acquire",
+        "ptx/ldst.cuh",
+        "emulator::read_partial(address, &v, 16, where);",
+        "emulator::read_partial(static_cast<const char*>(address) + 4096 * 8, &v, 16, where);",
+        "without having acquired them|nobody has written in this launch|outside every tensor",
+    ),
+    Fault(
+        "misaligned partial sums",
+        "ptx/ldst.cuh",
+        "emulator::write_partial(address, &v, 16, where);",
+        "emulator::write_partial(static_cast<char*>(address) + 4, &v, 16, where);",
+        "partial .* not a multiple of 16",
+    ),
+)
+
 PREFILL = (
+    *BOTH,
+    # --- cp.async and the async proxy
     Fault(
         "cp.async is not fenced from wgmma",
-        _PREFILL,
-        "ptx::fence_proxy_async();",
-        "",
+        "ptx/sync.cuh",
+        "emulator::fence_proxy_async(where);",
+        "(void)where;",
         "without fence_proxy_async",
     ),
     Fault(
         "cp.async is not waited for",
-        _PREFILL,
-        "ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));",
-        "ptx::mbarrier_arrive(ring.full(at.stage));",
-        "still in flight|without having waited",
+        "ptx/mbarrier.cuh",
+        "emulator::mbarrier_arrive_after_cp_async(barrier, where);",
+        "emulator::mbarrier_arrive(barrier, where);",
+        "still in flight",
     ),
     Fault(
+        "misaligned cp.async",
+        "ptx/copy.cuh",
+        "emulator::cp_async(target, source, valid, where);",
+        "emulator::cp_async(target + 4, source, valid, where);",
+        "copies to shared .* not a multiple of 16",
+    ),
+    # --- wgmma
+    Fault(
         "wgmma is not waited for",
-        _PREFILL,
-        "ptx::wgmma_wait<0>();",
-        "",
-        "before wgmma_wait|that wgmma of warp .* reads .* has not released",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_wait(kPending, where);",
+        "(void)where;",
+        _REGISTERS,
+    ),
+    Fault(
+        "one group too many is left in flight",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_wait(kPending, where);",
+        "emulator::wgmma_wait(kPending + 1, where);",
+        _REGISTERS,
     ),
     Fault(
         "wgmma is not committed",
-        _PREFILL,
-        "ptx::wgmma_commit();",
-        "",
-        "before wgmma_wait|that wgmma of warp .* reads .* has not released",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_commit(where);",
+        "(void)where;",
+        _REGISTERS,
     ),
     Fault(
         "wgmma is not fenced",
-        _PREFILL,
-        "ptx::wgmma_fence();",
-        "",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_fence(where);",
+        "(void)where;",
         "without a wgmma_fence before",
     ),
     Fault(
-        "wgmma is fenced before its operands are made",
-        _PREFILL,
-        "for (int i = 0; i < 2; ++i) dequantize(a[i], codes[i][step], scales[i][step / 2]);\n"
-        "      ptx::wgmma_fence();",
-        "for (int i = 0; i < 2; ++i) if (i == 0) ptx::wgmma_fence();\n"
-        "      for (int i = 0; i < 2; ++i) dequantize(a[i], codes[i][step], scales[i][step / 2]);",
-        "operand A written since the last wgmma_fence",
+        "only the first wgmma is fenced",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_fence(where);",
+        "static bool done[4096];\n"
+        "  bool& mine = done[emulator::thread_index() + 1024 * emulator::block_index()];\n"
+        "  if (!mine) emulator::wgmma_fence(where);\n"
+        "  mine = true;",
+        "written since the last wgmma_fence",
     ),
     Fault(
+        "accumulators are used too early",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma(&d[0][0], kEights, a, b_descriptor, where);",
+        "emulator::wgmma(&d[0][0], kEights, a, b_descriptor, where);\n"
+        "  if (emulator::pack_bf16x2(d[0][0], 0, where) == 1) d[0][0] = 0;",
+        "wgmma still owns",
+    ),
+    Fault(
+        "accumulators are written too early",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma(&d[0][0], kEights, a, b_descriptor, where);",
+        "emulator::wgmma(&d[0][0], kEights, a, b_descriptor, where);\n  d[0][0] = 0;",
+        "has written an accumulator",
+    ),
+    Fault(
+        "one warp of a group issues more",
+        "ptx/wgmma.cuh",
+        "emulator::wgmma_commit(where);",
+        "if (emulator::thread_index() / 32 == 1) emulator::wgmma_fence(where);\n"
+        "  emulator::wgmma_commit(where);",
+        "all four warps issue the same",
+    ),
+    # --- descriptors and the swizzle
+    Fault(
         "a descriptor is shifted by 16 bytes",
-        _DESCRIPTOR,
+        "smem_descriptor.cuh",
         "return descriptor + 2 * k16_steps;",
         "return descriptor + 2 * k16_steps + 1;",
-        "routed rows differ|nobody has written|without having waited",
+        f"{WRONG_RESULT}|{_EARLY}",
     ),
     Fault(
         "a descriptor is shifted by a row",
-        _DESCRIPTOR,
+        "smem_descriptor.cuh",
         "return descriptor + 2 * k16_steps;",
         "return descriptor + 2 * k16_steps + 8;",
         "begin at a multiple of 1024",
     ),
     Fault(
+        "a descriptor is shifted by 64 KiB",
+        "smem_descriptor.cuh",
+        "return descriptor + 2 * k16_steps;",
+        "return descriptor + 2 * k16_steps + 4096;",
+        f"outside the block's|{_EARLY}|barrier",
+    ),
+    Fault(
+        "groups of eight rows are too near",
+        "smem_descriptor.cuh",
+        "static_cast<u64>(1024 / 16) << 32",
+        "static_cast<u64>(512 / 16) << 32",
+        f"{WRONG_RESULT}|{_EARLY}",
+    ),
+    Fault(
         "a descriptor names no swizzle",
-        _DESCRIPTOR,
+        "smem_descriptor.cuh",
         "1ull << 62",
         "0ull << 62",
         "swizzle 0",
     ),
     Fault(
         "rows are written without the swizzle",
-        _DESCRIPTOR,
+        "smem_descriptor.cuh",
         "((chunk ^ (row & 7)) << 4)",
         "(chunk << 4)",
-        "routed rows differ",
+        WRONG_RESULT,
     ),
+    # --- roles
     Fault(
-        "a descriptor names another stage's rows",
-        _PREFILL,
-        "x_tile_descriptor(x_stage(stage) +",
-        "x_tile_descriptor(x_stage(stage ^ 1) +",
-        "nobody has written|in flight|without having waited|routed rows differ",
-    ),
-    Fault(
-        "one warp of a group issues more",
-        _PREFILL,
-        "ptx::wgmma_commit();",
-        "ptx::wgmma_commit();\n      if (warp() == 1) ptx::wgmma_commit();",
-        "all four warps issue the same",
-    ),
-    Fault(
-        "a table is read before it is written",
-        _PREFILL,
-        "ptx::sync_named(kLoaderBarrier, kLoaders);\n#pragma",
-        "#pragma",
-        "nobody has written|without having waited",
-    ),
-    Fault(
-        "a table is written before it is read",
-        _PREFILL,
-        "ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been read",
-        "",
-        "overwrites bytes that thread|overwrites what thread",
+        "the loaders are not synchronised",
+        "ptx/sync.cuh",
+        "emulator::sync_named(id, threads, where);",
+        "(void)id, (void)threads, (void)where;",
+        "nobody has written|without having waited|has not released",
     ),
     Fault(
         "a named barrier counts one warp too many",
-        _PREFILL,
-        "ptx::sync_named(kLoaderBarrier, kLoaders);  // the last",
-        "ptx::sync_named(kLoaderBarrier, kLoaders + 32);  // the last",
-        "deadlock(.*\\n)*.*named barrier 1, which 128 of 160 threads have reached",
+        "ptx/sync.cuh",
+        "emulator::sync_named(id, threads, where);",
+        "emulator::sync_named(id, threads + 32, where);",
+        r"deadlock(.*\n)*.*named barrier 1, which 128 of 160 threads have reached",
     ),
     Fault(
-        "two blocks store one tile",
-        _PREFILL,
-        "index += ptx::grid_dim()",
-        "index += 1",
-        "has stored before",
+        "no registers are given back",
+        "ptx/sync.cuh",
+        "emulator::set_registers(kRegisters, false, where);",
+        "(void)where;",
+        r"deadlock(.*\n)*.*registers a thread, of which the pool of the block is short",
     ),
     Fault(
-        "more registers than the block has",
-        _PREFILL,
-        "ptx::lower_registers<kLoaderRegisters>();",
-        "",
-        r"deadlock(.*\n)*.*registers a thread",
-    ),
-    Fault(
-        "accumulators are read too early",
-        _PREFILL,
-        "ptx::wgmma_wait<0>();",
-        "if (ptx::pack_bf16x2(sums[0][0][0], 0) == 1) return;\n    ptx::wgmma_wait<0>();",
-        "wgmma still owns",
-    ),
-    Fault(
-        "accumulators are written too early",
-        _PREFILL,
-        "ptx::wgmma_wait<0>();",
-        "sums[0][0][0] = 0;\n    ptx::wgmma_wait<0>();",
-        "has written an accumulator",
+        "the tile counter is not set back",
+        "ptx/ldst.cuh",
+        "emulator::write_flag(address, value, where);",
+        "(void)address, (void)value, (void)where;",
+        "flags have to be zero",
     ),
 )

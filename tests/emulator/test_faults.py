@@ -11,8 +11,8 @@ from chord.plan.config import Config, DecodeConfig, PrefillConfig
 
 pytestmark = pytest.mark.emulator
 
-# Tiles that blocks share, more stages of K than the ring has, tiles after tiles.
-SHAPE = Shape(3, 264, 672, 22, top_k=2, num_blocks=5)
+# Tiles that blocks share, more stages of K than the ring has, several tiles a block.
+SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
 CASES = [
     *((DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2), fault) for fault in DECODE),
     *(

@@ -40,13 +40,8 @@ void land_bulk(Block& block, std::uint32_t target, const void* source, int bytes
   barrier.bytes_place = place_of(where);
   barrier.bytes -= bytes;
   --block.copies_in_flight;
-  if (barrier.pending == 0 && barrier.bytes < 0) {
-    fail(where,
-         text("(block %d) brings %lld bytes more than were announced on mbarrier %d in "
-              "phase %d",
-              block.index, static_cast<long long>(-barrier.bytes), barrier.slot, barrier.phases));
-  }
-  try_complete(block, barrier);
+  check_announced(block, barrier, where);
+  try_complete(barrier);
 }
 
 void land_cp_async(Block& block, CpAsync& copy) {

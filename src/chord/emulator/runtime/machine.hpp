@@ -242,8 +242,10 @@ inline void touch() { self->polled = nullptr; }
 void meet(Collective kind, Where where, void* arguments, void (*execute)(Warp& warp));
 
 Mbarrier& find_barrier(Block& block, std::uint32_t address, const char* action, Where where);
+// Fails if more bytes have arrived than the arrivals, now complete, announced.
+void check_announced(const Block& block, const Mbarrier& barrier, Where where);
 // Completes the open phase if nothing is missing.
-void try_complete(Block& block, Mbarrier& barrier);
+void try_complete(Mbarrier& barrier);
 
 void arrive(Block& block, Mbarrier& barrier, const char* action, Where where);
 

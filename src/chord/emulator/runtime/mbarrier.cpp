@@ -46,7 +46,7 @@ Mbarrier& find_barrier(Block& block, std::uint32_t address, const char* action, 
   fail(where, text("%s shared %#x, where no mbarrier has been set up", action, address));
 }
 
-void try_complete(Block& block, Mbarrier& barrier) {
+void try_complete(Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.released = barrier.arrivals;
   barrier.pending = barrier.count;
@@ -61,7 +61,15 @@ void try_complete(Block& block, Mbarrier& barrier) {
     acquire(*thread, barrier);
     launch->wake(*thread);
   }
-  (void)block;
+}
+
+void check_announced(const Block& block, const Mbarrier& barrier, Where where) {
+  if (barrier.pending != 0 || barrier.bytes >= 0) return;
+  fail(where,
+       text("(block %d) completes the arrivals of phase %d on %s, where %lld bytes more than "
+            "were announced have arrived",
+            block.index, barrier.phases, barrier_text(barrier).c_str(),
+            static_cast<long long>(-barrier.bytes)));
 }
 
 void arrive(Block& block, Mbarrier& barrier, const char* action, Where where) {
@@ -70,7 +78,8 @@ void arrive(Block& block, Mbarrier& barrier, const char* action, Where where) {
                      barrier_text(barrier).c_str(), barrier.count, barrier.phases));
   }
   --barrier.pending;
-  try_complete(block, barrier);
+  check_announced(block, barrier, where);
+  try_complete(barrier);
 }
 
 void mbarrier_init(std::uint32_t address, int arrivals, Where where) {
