@@ -203,10 +203,10 @@ BOTH = (
     Fault(
         "one store buffer instead of two",
         "config.cuh",
-        "inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;",
-        "inline constexpr int kStoreBufferBytes = 0;\n"
-        "inline constexpr int kRealStoreBufferBytes = 8 * kStoreRowBytes;",
-        f"overwrites bytes that .* {_UNRELEASED}|outside the block's|overwrites what|overwrites a",
+        "kStoreBufferBytes = 8 * kStoreRowBytes;"
+        " inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;",
+        "kStoreBufferBytes = 0; inline constexpr int kStoreBytesPerWarp = 16 * kStoreRowBytes;",
+        f"overwrites bytes that .* {_UNRELEASED}|overwrites what",
     ),
     Fault(
         "misaligned matrix store",
