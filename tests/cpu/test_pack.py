@@ -382,7 +382,8 @@ for shape, dtype in (((32, 1024, 2048), torch.uint8), ((128, 1024, 256), torch.i
     with open("/proc/self/statm") as statm:
         before = int(statm.read().split()[1]) * resource.getpagesize()
     packed = pack_experts(weight, scale[: shape[0]])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/status") as status:  # ru_maxrss would include the parent's at the fork
+        peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
     print(peak - before, packed.nbytes)
     del weight, packed
 """

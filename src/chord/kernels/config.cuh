@@ -1,5 +1,5 @@
-// The compile-time choices of the two kernels and the sizes that follow from them. plan/config.py is
-// the host's half; a rendered unit asserts that both agree.
+// The compile-time choices of the two kernels and the sizes that follow from them. plan/config.py
+// is the host's half; a rendered unit asserts that both agree.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
@@ -11,7 +11,7 @@ namespace chord {
 inline constexpr int kMaxSegments = 512;
 inline constexpr int kSegmentTableBytes = 3 * kMaxSegments * 4 + 16;
 inline constexpr int kScheduleScratchBytes = 160;
-inline constexpr int kBarrierBytes = 160;
+inline constexpr int kBarrierBytes = 256;
 
 // Features that a warp stores at a time.
 inline constexpr int kWarpFeatures = 32;
@@ -22,16 +22,16 @@ inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;
 inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;
 
 struct DecodeConfig {
-  int max_tokens;     // rows of one expert that share one pass over its weights
-  int warps;          // multiplying warps; one more warp loads
-  int block_k;        // K of a pipeline stage
+  int max_tokens;  // rows of one expert that share one pass over its weights
+  int warps;       // multiplying warps; two more load
+  int block_k;     // K of a pipeline stage
   int stages;
   int warp_features;  // features that a multiplying warp owns: 32 or 64
 
   constexpr int tile_features() const { return warps * warp_features; }
   constexpr int stripes() const { return tile_features() / kUnitFeatures; }
   constexpr int units() const { return block_k / kUnitK; }
-  constexpr int threads() const { return 32 * (warps + 1); }
+  constexpr int threads() const { return 32 * (warps + 2); }
   // Rows of x are 16 bytes longer than their data: eight rows lie in different banks for ldmatrix.
   constexpr int x_row_bytes() const { return 2 * block_k + 16; }
   constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
@@ -62,10 +62,13 @@ struct PrefillConfig {
   constexpr int x_unit_bytes() const { return block_m * 2 * kUnitK; }
   constexpr int x_stage_bytes() const { return units() * x_unit_bytes(); }
   constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
-  constexpr int stage_bytes() const { return x_stage_bytes() + weight_stage_bytes(); }
-  constexpr int row_table_bytes() const { return 4 * block_m; }
+  constexpr int note_bytes() const { return 16 + 4 * block_m; }
+  constexpr int stage_bytes() const {
+    return x_stage_bytes() + weight_stage_bytes() + note_bytes();
+  }
+  constexpr int row_table_bytes() const { return 8 * block_m; }
   constexpr int smem_bytes() const {
-    return stages * stage_bytes() + warps() * kStoreBytesPerWarp + row_table_bytes() +
+    return stages * stage_bytes() + warps() * kStoreBytesPerWarp + row_table_bytes() + 16 +
            kSegmentTableBytes + kScheduleScratchBytes + kBarrierBytes;
   }
 };

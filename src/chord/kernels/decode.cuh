@@ -1,15 +1,21 @@
 // Few rows an expert: streams the packed weights once at memory speed and multiplies with mma.sync.
 //
-// Roles      kConfig.warps multiplying warps, warp_features features each; one loading warp.
-// Ring       full[s]: 1 arrival by the loader's lane 0 + the bytes of weights and rows of x.
-//            empty[s]: kConfig.warps arrivals, one a warp.
-// Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile > K and dealt out in
-//            equal runs, one a block (stream-K): no block waits for a last wave. A tile that two or
-//            more blocks share is finished by the block that has its first chunk; the others work on
-//            theirs first of all and leave partial sums in `partial`, so the finisher, which comes
-//            to it last of all, finds them. It adds them in the order of K: same bits every run.
-// Timeline   loader: wait empty | announce bytes | bulk copies of weights, one a row of x
-//            warps:  wait full | dequantise, multiply | arrive empty | after a tile: store or leave
+// Roles      kConfig.warps multiplying warps, warp_features features each; one warp loads weights,
+//            one rows of x.
+// Ring       full[s]: 2 arrivals, one by lane 0 of each loader, + the bytes of weights and rows of
+//            x. empty[s]: kConfig.warps arrivals, one a multiplying warp.
+// Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile
+//            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
+//            wave. A tile that two or more blocks share is finished by the block that has its first
+//            chunk; the others work on theirs first of all and leave partial sums in `partial`, so
+//            the finisher, which comes to it last of all, finds them. It adds them in the order of
+//            K: same bits every run.
+// Timeline   weights: wait empty | note rows and width, announce bytes | one bulk copy a stripe
+//            x:       wait empty | announce bytes | one bulk copy a row
+//            warps:   wait full | dequantise, multiply | arrive empty | after a tile: store it
+//
+// Tried for x (H200, EP8 gate_up, 30 tokens): one warp that loads weights and rows 216 us, a second
+// warp with bulk copies 214, a second warp with cp.async 235.
 #pragma once
 
 #include <chord/kernels/addressing/indexed.cuh>
@@ -37,7 +43,8 @@ class Decode {
   static_assert(kConfig.tile_features() % kUnitFeatures == 0,
                 "warps x warp_features must be a multiple of 64 (packed unit)");
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
-  static_assert(kConfig.stages >= 2, "stages must be at least 2: one loads while one is multiplied");
+  static_assert(kConfig.stages >= 2,
+                "stages must be at least 2: one loads while one is multiplied");
   static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
 
   static constexpr int kRowTiles = kConfig.warp_features / kRowTileFeatures;
@@ -60,14 +67,16 @@ class Decode {
     int k_chunk;
   };
 
-  // What travels with a stage: the width that its tile is multiplied at, and each token's output row.
+  // What travels with a stage: the width that its tile is multiplied at, and each token's output
+  // row.
   SmemAddress width_note(int stage) const { return smem.notes + stage * kConfig.note_bytes(); }
   SmemAddress row_note(int stage, int token) const { return width_note(stage) + 16 + 4 * token; }
 
-  // Rows of one tile as the lanes hold them: token lane + 32 i in output_row[i], -1 for none.
+  // Rows of one tile as the lanes hold them: token lane + 32 i in element i, -1 for none.
   struct Rows {
     int expert;
     int output_row[kRowsPerLane];
+    int input_row[kRowsPerLane];
     int width;  // tokens to multiply: a multiple of 8
   };
 
@@ -75,8 +84,8 @@ class Decode {
   explicit Decode(const Params<Addressing>& params)
       : p(params.gemm), addressing{params.addressing} {}
 
-  void run() {
-    if (ptx::thread_idx() == 0) ring.init(1, kConfig.warps);
+  __forceinline__ void run() {
+    if (ptx::thread_idx() == 0) ring.init(2, kConfig.warps);
     // Rows of x that no copy writes are multiplied too (their sums are dropped): they must not hold
     // what other kernels left.
     constexpr int kZeroBytes = kConfig.stages * kConfig.x_stage_bytes();
@@ -90,10 +99,10 @@ class Decode {
     longer_blocks = static_cast<int>(chunks % ptx::grid_dim());
     const i64 begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
     if (begin == end) return;
-    if (warp == kConfig.warps) {
-      load(begin, end);
-    } else {
+    if (warp < kConfig.warps) {
       multiply(begin, end);
+    } else {
+      load(begin, end);
     }
   }
 
@@ -142,6 +151,7 @@ class Decode {
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int position = begin + lane + 32 * i;
       rows.output_row[i] = position < end ? addressing.output_row(position) : -1;
+      rows.input_row[i] = rows.output_row[i] >= 0 ? addressing.input_row(rows.output_row[i]) : -1;
       const u32 valid = ptx::ballot(rows.output_row[i] >= 0);
       if (valid != 0) used = 32 * i + ptx::highest_bit(valid) + 1;
     }
@@ -149,62 +159,71 @@ class Decode {
     return rows;
   }
 
-  // ---- Loading warp.
-  void load(i64 begin, i64 end) {
+  // ---- Loading warps.
+  __forceinline__ void load(i64 begin, i64 end) {
+    const bool loads_weights = warp == kConfig.warps;
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     Rows rows = load_rows(cursor.row_tile);
     for (i64 chunk = begin; chunk < end; ++chunk) {
-      load_stage(at, cursor, rows);
+      ring.wait_empty(at);
+      if (loads_weights) {
+        load_weights(at.stage, cursor, rows);
+      } else {
+        load_x(at.stage, cursor, rows);
+      }
       at.advance();
       const bool tile_done = ++cursor.k_chunk == k_chunks();
       if (tile_done && next_tile(cursor) && chunk + 1 < end) rows = load_rows(cursor.row_tile);
     }
   }
 
-  void load_stage(RingPosition<kConfig.stages> at, const Cursor& cursor, const Rows& rows) {
+  void load_weights(int stage, const Cursor& cursor, const Rows& rows) {
     const int units = chunk_units(cursor.k_chunk);
     const int first_stripe = cursor.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(cursor.feature_tile);
-    const int first_k = cursor.k_chunk * kConfig.block_k;
-    const int x_bytes = 2 * min_of(kConfig.block_k, p.k - first_k);
-    int num_rows = 0;
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      num_rows += ptx::count_bits(ptx::ballot(rows.output_row[i] >= 0));
-    }
-    ring.wait_empty(at);
-    const SmemAddress full = ring.full(at.stage);
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int token = lane + 32 * i;
-      if (token < kConfig.max_tokens) {
-        ptx::store_shared(row_note(at.stage, token), rows.output_row[i]);
-      }
+      if (token < kConfig.max_tokens) ptx::store_shared(row_note(stage, token), rows.output_row[i]);
     }
     ptx::sync_warp();
+    const SmemAddress full = ring.full(stage);
     if (lane == 0) {
-      ptx::store_shared(width_note(at.stage), rows.width);
-      ptx::mbarrier_arrive_expect_bytes(
-          full, num_stripes * units * kUnitBytes + num_rows * x_bytes);
+      ptx::store_shared(width_note(stage), rows.width);
+      ptx::mbarrier_arrive_expect_bytes(full, num_stripes * units * kUnitBytes);
     }
+    ptx::sync_warp();
     if (lane < num_stripes) {
       const i64 source = unit_offset(rows.expert, first_stripe + lane,
                                      cursor.k_chunk * kConfig.units(), stripes(), k_units());
-      ptx::bulk_load_stream(weight_stage(at.stage) + lane * kConfig.units() * kUnitBytes,
+      ptx::bulk_load_stream(weight_stage(stage) + lane * kConfig.units() * kUnitBytes,
                             static_cast<const char*>(p.weight) + source, units * kUnitBytes, full);
     }
+  }
+
+  void load_x(int stage, const Cursor& cursor, const Rows& rows) {
+    const int first_k = cursor.k_chunk * kConfig.block_k;
+    const int row_bytes = 2 * min_of(kConfig.block_k, p.k - first_k);
+    int num_rows = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
-      if (rows.output_row[i] < 0) continue;
-      const i64 source = static_cast<i64>(addressing.input_row(rows.output_row[i])) * p.k + first_k;
-      ptx::bulk_load(x_stage(at.stage) + (lane + 32 * i) * kConfig.x_row_bytes(),
-                     static_cast<const char*>(p.x) + 2 * source, x_bytes, full);
+      num_rows += ptx::count_bits(ptx::ballot(rows.input_row[i] >= 0));
+    }
+    const SmemAddress full = ring.full(stage);
+    if (lane == 0) ptx::mbarrier_arrive_expect_bytes(full, num_rows * row_bytes);
+    ptx::sync_warp();
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      if (rows.input_row[i] < 0) continue;
+      const i64 source = static_cast<i64>(rows.input_row[i]) * p.k + first_k;
+      ptx::bulk_load(x_stage(stage) + (lane + 32 * i) * kConfig.x_row_bytes(),
+                     static_cast<const char*>(p.x) + 2 * source, row_bytes, full);
     }
   }
 
   // ---- Multiplying warps.
-  void multiply(i64 begin, i64 end) {
+  __forceinline__ void multiply(i64 begin, i64 end) {
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     for (i64 chunk = begin; chunk < end;) {
@@ -240,8 +259,8 @@ class Decode {
     constexpr int kEights = kWidth / 8;
     float sums[kRowTiles][kEights][4] = {};
     // Warps behind N repeat the last stripe, and nothing of it is stored.
-    const int stripe = min_of(warp * kConfig.warp_features / kUnitFeatures,
-                              tile_stripes(cursor.feature_tile) - 1);
+    const int stripe =
+        min_of(warp * kConfig.warp_features / kUnitFeatures, tile_stripes(cursor.feature_tile) - 1);
     for (int i = 0; i + 1 < chunks; ++i) {
       ring.wait_full(at);
       multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i, stripe);
@@ -275,12 +294,11 @@ class Decode {
     const int groups = ceil_div(p.k - k_chunk * kConfig.block_k, kGroupK);
     const SmemAddress weight = weight_stage(stage) + stripe * kConfig.units() * kUnitBytes;
     // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
-    const SmemAddress x =
-        x_stage(stage) + (lane % 8) * kConfig.x_row_bytes() + (lane / 8) * 16;
+    const SmemAddress x = x_stage(stage) + (lane % 8) * kConfig.x_row_bytes() + (lane / 8) * 16;
     if (groups >= 2 * kConfig.units()) {
       // Unrolled whole, so that loads of the next units overlap: worth 5 % at 16 tokens. Wider sums
       // leave no registers for that.
-#pragma unroll (kEights * kRowTiles > 4 ? 1 : kConfig.units())
+#pragma unroll(kEights* kRowTiles > 4 ? 1 : kConfig.units())
       for (int unit = 0; unit < kConfig.units(); ++unit) {
         multiply_unit<kEights>(sums, weight + unit * kUnitBytes, x + unit * 2 * kUnitK, 2);
       }
@@ -293,10 +311,11 @@ class Decode {
     }
   }
 
-  // The unit's first group, and its second unless `groups` is 1: with K mod 64 = 32 the last unit has
-  // no activations for it.
+  // The unit's first group, and its second unless `groups` is 1: with K mod 64 = 32 the last unit
+  // has no activations for it.
   template <int kEights>
-  void multiply_unit(float (&sums)[kRowTiles][kEights][4], SmemAddress weight, SmemAddress x, int groups) {
+  void multiply_unit(float (&sums)[kRowTiles][kEights][4], SmemAddress weight, SmemAddress x,
+                     int groups) {
     const int row_tile = warp * kRowTiles % (kUnitFeatures / kRowTileFeatures);
     u32 codes[kRowTiles][4];
     u32 scales[kRowTiles][2];
@@ -354,7 +373,7 @@ class Decode {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int eight = 0; eight < kEights; ++eight) {
-        const float(&s)[4] = sums[i][eight];
+        const float (&s)[4] = sums[i][eight];
         ptx::store_partial(partial_at(ptx::block_idx(), i, eight), {s[0], s[1], s[2], s[3]});
       }
     }
@@ -388,17 +407,15 @@ class Decode {
   template <int kEights>
   void store_tile(const float (&sums)[kRowTiles][kEights][4], const int (&output_row)[kEights],
                   int feature_tile) {
-    const int first_feature =
-        feature_tile * kConfig.tile_features() + warp * kConfig.warp_features;
+    const int first_feature = feature_tile * kConfig.tile_features() + warp * kConfig.warp_features;
     const SmemAddress buffers = smem.store + warp * kStoreBytesPerWarp;
     int buffer = 0;
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; i += 2) {
-        store_eight_tokens(buffers + buffer * kStoreBufferBytes, sums[i][eight],
-                           sums[i + 1][eight], p.out, output_row[eight],
-                           first_feature + i * kRowTileFeatures, p.n);
+        store_eight_tokens(buffers + buffer * kStoreBufferBytes, sums[i][eight], sums[i + 1][eight],
+                           p.out, output_row[eight], first_feature + i * kRowTileFeatures, p.n);
         buffer ^= 1;
       }
     }
@@ -423,7 +440,7 @@ class Decode {
 };
 
 template <DecodeConfig kConfig, class Addressing>
-void decode(const Params<Addressing>& p) {
+__forceinline__ void decode(const Params<Addressing>& p) {
   Decode<kConfig, Addressing>(p).run();
 }
 

@@ -9,8 +9,8 @@
 
 namespace chord {
 
-// Stores 8 tokens x 32 features. `low` and `high` are the mma sums of features 0-15 and 16-31; lanes
-// 4 i to 4 i + 3 pass token i's output row (-1 for none). Transposed through `buffer`
+// Stores 8 tokens x 32 features. `low` and `high` are the mma sums of features 0-15 and 16-31;
+// lanes 4 i to 4 i + 3 pass token i's output row (-1 for none). Transposed through `buffer`
 // (kStoreBufferBytes), so that a lane writes 16 bytes of one row and four lanes 64 in a piece. The
 // caller alternates two buffers, which leaves one sync_warp a call.
 __forceinline__ void store_eight_tokens(SmemAddress buffer, const float (&low)[4],

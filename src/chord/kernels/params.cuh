@@ -1,5 +1,5 @@
-// What a launch passes to a kernel: one struct by value. The host mirrors it (jit/launch.py) and the
-// rendered unit asserts the size.
+// What a launch passes to a kernel: one struct by value. The host mirrors it (jit/launch.py) and
+// the rendered unit asserts the size.
 #pragma once
 
 #include <chord/kernels/common/types.cuh>

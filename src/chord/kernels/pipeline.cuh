@@ -27,8 +27,6 @@ struct Ring {
 
   SmemAddress full(int stage) const { return base + 16 * stage; }
   SmemAddress empty(int stage) const { return base + 16 * stage + 8; }
-  // One word a stage that travels with the data: the tile's width.
-  SmemAddress note(int stage) const { return base + 16 * kStages + 4 * stage; }
 
   // One thread calls it; the block synchronises afterwards.
   void init(int full_arrivals, int empty_arrivals) const {

@@ -1,16 +1,18 @@
 // Many rows an expert: dequantised weights in registers are operand A of wgmma, rows of x in shared
 // memory operand B. Hopper only (sm_90a).
 //
-// Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are dealt
-//            out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
+// Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
+//            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
 // Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 1 arrival + the bytes of
 //            the weights. empty[s]: 8 arrivals, one a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
-//            feature tile > row tile, so that neighbours in time share weights; dealt out round robin.
-//            A tile's own width (its valid rows) picks the instruction, so padding costs nothing.
-// Timeline   loader: wait empty | bulk copies of weights, gather of x with cp.async (swizzled)
-//            groups: wait full | dequantise step i + 1 while the tensor cores run step i | release the
-//            stage before | after a tile: store
+//            feature tile > row tile, so that neighbours in time share weights. A block that has
+//            finished loading takes the next from a counter (a run of them with a short K): dealt
+//            out round robin, the slowest block kept the others waiting for 8 % of the time. A
+//            tile's own width (its valid rows) picks the instruction, so padding costs nothing.
+// Timeline   loader: take a tile | wait empty | bulk copies of weights, cp.async of rows of x
+//            groups: wait full | dequantise step i + 1 while the tensor cores run step i, fetch the
+//            next unit's codes | arrive empty | after a tile: store
 #pragma once
 
 #include <chord/kernels/addressing/indexed.cuh>
@@ -43,16 +45,17 @@ class Prefill {
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
-  static_assert(20 * kConfig.stages <= kBarrierBytes, "barriers and notes of the ring must fit");
+  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
 
   static constexpr int kLoaders = 128;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
+  static constexpr int kRunUnits = 32;
   static constexpr int kLoaderBarrier = 1;
-  static constexpr int kLoaderRegisters = 40;
-  static constexpr int kMultiplierRegisters = 232;
+  static constexpr int kLoaderRegisters = kConfig.block_m > 128 ? 56 : 72;
+  static constexpr int kMultiplierRegisters = kConfig.block_m > 128 ? 224 : 216;
   // The block owns what it was launched with; asking for more in sum waits for ever.
   static constexpr int kLaunchRegisters = 65536 / kConfig.threads() / 8 * 8;
   static_assert(kLoaders * kLoaderRegisters + 32 * kConfig.warps() * kMultiplierRegisters <=
@@ -63,8 +66,11 @@ class Prefill {
     SmemAddress x = ptx::dynamic_smem();
     SmemAddress weight = x + kConfig.stages * kConfig.x_stage_bytes();
     SmemAddress store = weight + kConfig.stages * kConfig.weight_stage_bytes();
-    SmemAddress rows = store + kConfig.warps() * kStoreBytesPerWarp;
-    SmemAddress table = rows + kConfig.row_table_bytes();
+    SmemAddress notes = store + kConfig.warps() * kStoreBytesPerWarp;
+    SmemAddress rows = notes + kConfig.stages * kConfig.note_bytes();
+    SmemAddress x_rows = rows + 4 * kConfig.block_m;
+    SmemAddress next_run = rows + kConfig.row_table_bytes();
+    SmemAddress table = next_run + 16;
     SmemAddress scratch = table + kSegmentTableBytes;
     SmemAddress barriers = scratch + kScheduleScratchBytes;
   };
@@ -80,7 +86,7 @@ class Prefill {
   explicit Prefill(const Params<Addressing>& params)
       : p(params.gemm), addressing{params.addressing} {}
 
-  void run() {
+  __forceinline__ void run() {
     if (ptx::thread_idx() == 0) ring.init(kLoaders + 1, kConfig.warps());
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.block_m);
     if (ptx::thread_idx() >= 32 * kConfig.warps()) {
@@ -103,23 +109,29 @@ class Prefill {
   int stripes() const { return ceil_div(p.n, kUnitFeatures); }
   int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
 
-  // Calls `visit` with each of this block's tiles, in order.
-  template <class Visit>
-  void for_each_tile(Visit&& visit) const {
-    const int num_tiles = table.num_tiles() * feature_tiles();
-    for (int index = ptx::block_idx(); index < num_tiles; index += ptx::grid_dim()) {
-      // The tiles of a segment are feature_tiles() times its row tiles, so a row tile's number divides
-      // out the features wherever it stands in the segment.
-      const Segment segment = table.find(index / feature_tiles());
-      const int inside = index - segment.first_tile * feature_tiles();
-      const int rows_per_tile = segment.rows_per_tile();
-      const int row_tile = inside % segment.num_tiles;
-      const int begin = segment.row_begin + row_tile * rows_per_tile;
-      visit(Tile{.expert = segment.expert,
-                 .feature_tile = inside / segment.num_tiles,
-                 .row_begin = begin,
-                 .row_end = min_of(begin + rows_per_tile, segment.row_end)});
-    }
+  // What travels with a stage: the width and the feature tile that it belongs to, and, with the
+  // last stage of a tile, each token's output row. Width 0 ends the work.
+  SmemAddress width_note(int stage) const { return smem.notes + stage * kConfig.note_bytes(); }
+  SmemAddress feature_note(int stage) const { return width_note(stage) + 4; }
+  SmemAddress row_note(int stage, int token) const { return width_note(stage) + 16 + 4 * token; }
+
+  // Feature tiles that a block takes in a row for the same rows: with a short K, finding the rows
+  // would cost more than multiplying one tile.
+  int run_length() const { return max_of(1, kRunUnits / k_units()); }
+  int runs() const { return ceil_div(feature_tiles(), run_length()); }
+
+  // Run number `index` of the launch, with its first feature tile.
+  Tile tile_at(int index) const {
+    // A segment has runs() times its row tiles, so a row tile's number divides out the runs
+    // wherever it stands in the segment.
+    const Segment segment = table.find(index / runs());
+    const int inside = index - segment.first_tile * runs();
+    const int rows_per_tile = segment.rows_per_tile();
+    const int begin = segment.row_begin + inside % segment.num_tiles * rows_per_tile;
+    return {.expert = segment.expert,
+            .feature_tile = inside / segment.num_tiles * run_length(),
+            .row_begin = begin,
+            .row_end = min_of(begin + rows_per_tile, segment.row_end)};
   }
 
   int tile_stripes(int feature_tile) const {
@@ -130,51 +142,86 @@ class Prefill {
   }
 
   // ---- Loading warpgroup.
-  void load() {
+  __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
+    u32* next_run = p.flags;  // counts on from one run a block; zero between launches
+    u32* blocks_done = p.flags + 1;
+    const int num_runs = table.num_tiles() * runs();
     RingPosition<kConfig.stages> at;
-    for_each_tile([&](const Tile& tile) {
+    // Two places in turn: the first warp may be a run ahead of a thread that reads the last number.
+    SmemAddress following = smem.next_run;
+    for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(following)) {
+      following ^= 4;
+      // Ask for the next run now, so that the answer is there in time.
+      if (thread == 0) ptx::store_shared(following, ptx::grid_dim() + ptx::atomic_add(next_run, 1));
+      Tile tile = tile_at(index);
       u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
-      for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
-        ring.wait_empty(at);
-        if (thread < 32) load_weights(at.stage, tile, k_stage, width);
-        load_x(at.stage, x_row, k_stage, width);
-        ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
-        at.advance();
+      const int run_end = min_of(tile.feature_tile + run_length(), feature_tiles());
+      for (; tile.feature_tile < run_end; ++tile.feature_tile) {
+        for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
+          ring.wait_empty(at);
+          if (thread < 32) {
+            if (k_stage == k_stages() - 1) note_rows(at.stage);
+            load_weights(at.stage, tile, k_stage, width);
+          }
+          load_x(at.stage, x_row, k_stage, width);
+          ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+          at.advance();
+        }
       }
-    });
+    }
+    ring.wait_empty(at);
+    if (thread == 0) {
+      ptx::store_shared(width_note(at.stage), 0);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(at.stage), 0);
+      // The last block sets the counters back for the next launch.
+      if (static_cast<int>(ptx::atomic_add(blocks_done, 1)) == ptx::grid_dim() - 1) {
+        ptx::store_release(next_run, 0);
+        ptx::store_release(blocks_done, 0);
+      }
+    }
+    ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
   }
 
-  // Finds where in x the rows begin that this thread copies a part of, in 16-byte steps (x has at most
-  // 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
-  // condition is two instructions. Returns the width that the tile is multiplied at.
+  // Finds where in x the rows begin that this thread copies a part of, in 16-byte steps (x has at
+  // most 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
+  // condition is two instructions. Leaves the tile's output rows (-1 for none) in the row table and
+  // returns the width that the tile is multiplied at.
   int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
-    ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been read
+    ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been noted
     for (int token = thread; token < kConfig.block_m; token += kLoaders) {
       const int position = tile.row_begin + token;
       const int row = position < tile.row_end ? addressing.output_row(position) : -1;
-      ptx::store_shared(smem.rows + 4 * token, row < 0 ? -1 : addressing.input_row(row));
+      ptx::store_shared(smem.rows + 4 * token, row);
+      const u32 input_row = row < 0 ? 0 : addressing.input_row(row);
+      ptx::store_shared(smem.x_rows + 4 * token, input_row * static_cast<u32>(p.k / 8));
     }
     ptx::sync_named(kLoaderBarrier, kLoaders);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int token = thread / 8 + pass * kRowsPerPass;
-      const int row =
-          token < kConfig.block_m ? static_cast<int>(ptx::load_shared(smem.rows + 4 * token)) : -1;
-      x_row[pass] = row < 0 ? 0 : static_cast<u32>(row) * static_cast<u32>(p.k / 8);
+      x_row[pass] = token < kConfig.block_m ? ptx::load_shared(smem.x_rows + 4 * token) : 0;
     }
     int used = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int token = lane() + 32 * i;
-      const bool valid =
-          token < kConfig.block_m && static_cast<int>(ptx::load_shared(smem.rows + 4 * token)) >= 0;
-      const u32 mask = ptx::ballot(valid);
+      const u32 mask = ptx::ballot(token < kConfig.block_m && row_of(token) >= 0);
       if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
     }
-    return kConfig.min_width +
-           round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
+    return kConfig.min_width + round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
+  }
+
+  int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
+
+  // Sends the tile's output rows along: the first warp writes them all, since its arrival is the
+  // one that releases ordinary stores with the stage.
+  void note_rows(int stage) const {
+    for (int token = thread; token < kConfig.block_m; token += 32) {
+      ptx::store_shared(row_note(stage, token), row_of(token));
+    }
+    ptx::sync_warp();
   }
 
   void load_weights(int stage, const Tile& tile, int k_stage, int width) {
@@ -182,7 +229,8 @@ class Prefill {
     const int first_stripe = tile.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(tile.feature_tile);
     if (lane() == 0) {
-      ptx::store_shared(ring.note(stage), width);
+      ptx::store_shared(width_note(stage), width);
+      ptx::store_shared(feature_note(stage), tile.feature_tile);
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage), num_stripes * units * kUnitBytes);
     }
     ptx::sync_warp();
@@ -198,7 +246,7 @@ class Prefill {
   void load_x(int stage, const u32 (&x_row)[kPasses], int k_stage, int width) {
     const int chunk = thread % 8;
     const SmemAddress first_target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
-#pragma unroll
+#pragma unroll 1
     for (int unit = 0; unit < kConfig.units(); ++unit) {
       const int k = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk;
       // K mod 64 = 32: the last unit's second half is zero; a unit behind K is not multiplied.
@@ -217,108 +265,150 @@ class Prefill {
   }
 
   // ---- Multiplying warpgroups.
-  void multiply() {
+  __forceinline__ void multiply() {
     thread = ptx::thread_idx();
     RingPosition<kConfig.stages> at;
-    for_each_tile([&](const Tile& tile) {
+    for (;;) {
       // Lane-dependent addresses are worked out once a tile; hoisted above the widths, each width's
       // copies would stay live and spill.
       thread = ptx::opaque(thread);
       ring.wait_full(at);
-      const int width = ptx::load_shared(ring.note(at.stage));
-      with_width<kConfig.block_m>(width, [&]<int kWidth>() { multiply_tile<kWidth>(at, tile); });
-    });
+      const int width = ptx::load_shared(width_note(at.stage));
+      if (width == 0) return;
+      const int feature_tile = ptx::load_shared(feature_note(at.stage));
+      multiply_tile_of<kConfig.block_m>(width, at, feature_tile);
+    }
   }
 
-  // Calls `body` with the tile's width as a constant.
-  template <int kWidth, class Body>
-  static void with_width(int width, Body&& body) {
+  // Makes the tile's width a constant: counts down from kWidth. All of it is inlined by force, for
+  // a call anywhere makes ptxas serialise wgmma (C7510).
+  template <int kWidth>
+  __forceinline__ void multiply_tile_of(int width, RingPosition<kConfig.stages>& at,
+                                        int feature_tile) {
     if constexpr (kWidth > kConfig.min_width) {
       if (width <= kWidth - kConfig.width_step) {
-        return with_width<kWidth - kConfig.width_step>(width, body);
+        return multiply_tile_of<kWidth - kConfig.width_step>(width, at, feature_tile);
       }
     }
-    body.template operator()<kWidth>();
+    multiply_tile<kWidth>(at, feature_tile);
   }
 
-  template <int kWidth>
-  void multiply_tile(RingPosition<kConfig.stages>& at, const Tile& tile) {
-    // Cleared here, not by a first wgmma that overwrites: an accumulator without a first value counts
-    // as live in all widths at once, and ptxas spills thousands of bytes.
-    float sums[2][kWidth / 8][4] = {};
-    ptx::wgmma_pin(sums[0]);
-    ptx::wgmma_pin(sums[1]);
-    int output_row[kRowsPerLane];
-    // Warps behind N repeat the last stripe, and nothing of it is stored.
-    const int stripe = min_of(warp() / 2, tile_stripes(tile.feature_tile) - 1);
-    for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
-      ring.wait_full(at);
-      // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
-      ptx::fence_proxy_async();
-      const int units = stage_units(k_stage);
-      for (int unit = 0; unit < units; ++unit) {
-        multiply_unit<kWidth>(sums, at.stage, unit, stripe);
-      }
-      ptx::sync_warp();
-      if (lane() == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
-      at.advance();
-    }
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int position = tile.row_begin + lane() + 32 * i;
-      output_row[i] = position < tile.row_end ? addressing.output_row(position) : -1;
-    }
-    ptx::wgmma_pin(sums[0]);
-    ptx::wgmma_pin(sums[1]);
-    store_tile<kWidth>(sums, output_row, tile.feature_tile);
-  }
+  // Codes and scales of one unit: two row tiles of this lane.
+  struct Codes {
+    u32 words[2][4];
+    u32 scales[2][2];
+  };
 
-  // Four k16 steps: one wgmma group is in flight while the next step is dequantised. All are done at
-  // the end: a group in flight across the loop's edge makes ptxas serialise every wgmma (C7512,
-  // C7513), and meanwhile the other warpgroup keeps the tensor cores busy.
-  template <int kWidth>
-  void multiply_unit(float (&sums)[2][kWidth / 8][4], int stage, int unit,
-                     int stripe) {
+  __forceinline__ Codes load_codes(int stage, int unit, int stripe) const {
     // Warp w of the group owns row tiles 2 w and 2 w + 1 of its 128 features.
-    const SmemAddress source =
-        weight_stage(stage) + (stripe * kConfig.units() + unit) * kUnitBytes;
+    const SmemAddress source = weight_stage(stage) + (stripe * kConfig.units() + unit) * kUnitBytes;
     const int row_tile = 2 * (warp() % 2);
-    u32 codes[2][4];
-    GroupScale scales[2][2];
+    Codes codes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const U32x4 words = ptx::load_shared_x4(source + code_offset(row_tile + i, lane()));
       const U32x2 pairs = ptx::load_shared_x2(source + scale_offset(row_tile + i, lane()));
-      codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
-      scales[i][0] = prepare_scale(pairs.x), scales[i][1] = prepare_scale(pairs.y);
+      codes.words[i][0] = words.x, codes.words[i][1] = words.y;
+      codes.words[i][2] = words.z, codes.words[i][3] = words.w;
+      codes.scales[i][0] = pairs.x, codes.scales[i][1] = pairs.y;
     }
-    const u64 x = x_tile_descriptor(x_stage(stage) + unit * kConfig.x_unit_bytes());
+    return codes;
+  }
+
+  __forceinline__ static void dequantize_step(u32 (&a)[2][4], const Codes& codes, int step) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      u32 a[2][4];
+    for (int i = 0; i < 2; ++i) {
+      dequantize(a[i], codes.words[i][step], prepare_scale(codes.scales[i][step / 2]));
+    }
+  }
+
+  template <int kWidth>
+  __forceinline__ static void multiply_step(float (&sums)[2][kWidth / 8][4], const u32 (&a)[2][4],
+                                            u64 x, int step) {
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) dequantize(a[i], codes[i][step], scales[i][step / 2]);
-      ptx::wgmma_fence();
+    for (int i = 0; i < 2; ++i) ptx::wgmma_m64k16(sums[i], a[i], advance_k16(x, step));
+    ptx::wgmma_commit();
+  }
+
+  // kUnits units of a stage from `first` on, four k16 steps each. While the tensor cores run a
+  // step, the next one is dequantised, and a unit's codes are fetched while the unit before is
+  // multiplied. At the end all wgmma are done: a group in flight across the loop's edge makes ptxas
+  // serialise every wgmma (C7512, C7513); meanwhile the other warpgroup keeps the tensor cores
+  // busy.
+  template <int kWidth, int kUnits>
+  __forceinline__ void multiply_units(float (&sums)[2][kWidth / 8][4], int stage, int first,
+                                      int stripe) {
+    Codes codes = load_codes(stage, first, stripe);
+    u32 a[2][2][4];
+    dequantize_step(a[0], codes, 0);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        ptx::wgmma_m64k16(sums[i], a[i], advance_k16(x, step));
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const u64 x = x_tile_descriptor(x_stage(stage) + (first + unit) * kConfig.x_unit_bytes());
+      Codes following = codes;
+      if (unit + 1 < kUnits) following = load_codes(stage, first + unit + 1, stripe);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        multiply_step<kWidth>(sums, a[step % 2], x, step);
+        if (step == 3) codes = following;
+        if (unit + 1 == kUnits && step == 3) break;
+        ptx::wgmma_wait<1>();
+        dequantize_step(a[(step + 1) % 2], codes, (step + 1) % 4);
       }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();
     }
     ptx::wgmma_wait<0>();
   }
 
   template <int kWidth>
-  void store_tile(const float (&sums)[2][kWidth / 8][4], const int (&output_row)[kRowsPerLane],
-                  int feature_tile) {
+  __forceinline__ void multiply_tile(RingPosition<kConfig.stages>& at, int feature_tile) {
+    // Cleared here, not by a first wgmma that overwrites: an accumulator without a first value
+    // counts as live in all widths at once, and ptxas spills thousands of bytes.
+    float sums[2][kWidth / 8][4] = {};
+    ptx::wgmma_pin(sums[0]);
+    ptx::wgmma_pin(sums[1]);
+    // Warps behind N repeat the last stripe, and nothing of it is stored.
+    const int stripe = min_of(warp() / 2, tile_stripes(feature_tile) - 1);
+    for (int k_stage = 0;; ++k_stage) {
+      ring.wait_full(at);
+      // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
+      ptx::fence_proxy_async();
+      if (stage_units(k_stage) == kConfig.units()) {
+        multiply_units<kWidth, kConfig.units()>(sums, at.stage, 0, stripe);
+      } else {
+        for (int unit = 0; unit < stage_units(k_stage); ++unit) {
+          multiply_units<kWidth, 1>(sums, at.stage, unit, stripe);
+        }
+      }
+      if (k_stage == k_stages() - 1) break;
+      release(at.stage);
+      at.advance();
+    }
+    ptx::wgmma_pin(sums[0]);
+    ptx::wgmma_pin(sums[1]);
+    int output_row[kWidth / 8];
+#pragma unroll
+    for (int eight = 0; eight < kWidth / 8; ++eight) {
+      output_row[eight] = ptx::load_shared(row_note(at.stage, 8 * eight + lane() / 4));
+    }
+    release(at.stage);
+    at.advance();
+    store_tile<kWidth>(sums, output_row, feature_tile);
+  }
+
+  void release(int stage) const {
+    ptx::sync_warp();
+    if (lane() == 0) ptx::mbarrier_arrive(ring.empty(stage));
+  }
+
+  template <int kWidth>
+  __forceinline__ void store_tile(const float (&sums)[2][kWidth / 8][4],
+                                  const int (&output_row)[kWidth / 8], int feature_tile) {
     const int first_feature = feature_tile * kConfig.tile_features() + warp() * kWarpFeatures;
     const SmemAddress buffers = smem.store + warp() * kStoreBytesPerWarp;
 #pragma unroll
     for (int eight = 0; eight < kWidth / 8; ++eight) {
-      const int row = ptx::shuffle(output_row[eight / 4], 8 * (eight % 4) + lane() / 4);
       store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
-                         p.out, row, first_feature, p.n);
+                         p.out, output_row[eight], first_feature, p.n);
     }
     // The next tile begins with the first buffer again.
     ptx::sync_warp();
@@ -338,7 +428,7 @@ class Prefill {
 };
 
 template <PrefillConfig kConfig, class Addressing>
-void prefill(const Params<Addressing>& p) {
+__forceinline__ void prefill(const Params<Addressing>& p) {
   Prefill<kConfig, Addressing>(p).run();
 }
 

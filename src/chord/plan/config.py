@@ -18,7 +18,7 @@ MAX_SEGMENTS = 512
 
 _SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
 _SCHEDULE_SCRATCH_BYTES = 160
-BARRIER_BYTES = 160
+BARRIER_BYTES = 256
 _STORE_BYTES_PER_WARP = 2 * 8 * (2 * WARP_FEATURES + 16)
 _FIXED_BYTES = _SEGMENT_TABLE_BYTES + _SCHEDULE_SCRATCH_BYTES + BARRIER_BYTES
 
@@ -48,7 +48,7 @@ class DecodeConfig(_Rendered):
 
     Attributes:
         max_tokens: Rows of one expert that share one pass over its weights.
-        warps: Multiplying warps; one more warp loads.
+        warps: Multiplying warps; two more load.
         block_k: K of a pipeline stage.
         stages: Pipeline stages.
         warp_features: Features that a multiplying warp owns, 32 or 64.
@@ -75,7 +75,7 @@ class DecodeConfig(_Rendered):
 
     def threads(self) -> int:
         """Return the threads of a block."""
-        return 32 * (self.warps + 1)
+        return 32 * (self.warps + 2)
 
     def smem_bytes(self) -> int:
         """Return the dynamic shared memory of a block."""
@@ -129,8 +129,9 @@ class PrefillConfig(_Rendered):
         """Return the dynamic shared memory of a block."""
         units = self.block_k // UNIT_K
         weights = (self.tile_features // UNIT_N) * units * UNIT_BYTES
-        stage = units * self.block_m * 2 * UNIT_K + weights
-        rows = 4 * self.block_m
+        note = 16 + 4 * self.block_m
+        stage = units * self.block_m * 2 * UNIT_K + weights + note
+        rows = 8 * self.block_m + 16
         return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + _FIXED_BYTES
 
 
@@ -156,20 +157,27 @@ def config_from_fields(kernel: str, fields: dict[str, int]) -> Config:
         raise InputError(f"fields {fields} do not make a {kernel} configuration: {error}") from None
 
 
-_SHIPPED_DECODE = (
-    DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5),
-    DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4),
-    DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=4),
-    DecodeConfig(max_tokens=64, warps=8, block_k=256, stages=3),
+_NARROW_DECODE = (
+    DecodeConfig(max_tokens=16, warps=8, block_k=512, stages=2),
+    DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=2, warp_features=64),
 )
-_SHIPPED_PREFILL = (
-    PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=6),
-    PrefillConfig(block_m=128, min_width=72, width_step=8, block_k=128, stages=4),
+_HOPPER = (
+    *_NARROW_DECODE,
+    DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=2, warp_features=64),
+    PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=256, stages=3),
+    PrefillConfig(block_m=128, min_width=8, width_step=8, block_k=128, stages=4),
+    PrefillConfig(block_m=176, min_width=88, width_step=8, block_k=128, stages=3),
+)
+# Blackwell has no wgmma, so wide tiles run on mma.sync too; 64 features a warp would spill there.
+_BLACKWELL = (
+    *_NARROW_DECODE,
+    DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=3),
+    DecodeConfig(max_tokens=48, warps=8, block_k=256, stages=3),
 )
 _SHIPPED: dict[str, tuple[Config, ...]] = {
-    "sm_90a": _SHIPPED_DECODE + _SHIPPED_PREFILL,
-    "sm_100a": _SHIPPED_DECODE,
-    "sm_103a": _SHIPPED_DECODE,
+    "sm_90a": _HOPPER,
+    "sm_100a": _BLACKWELL,
+    "sm_103a": _BLACKWELL,
 }
 
 

@@ -1,12 +1,12 @@
 // INT4 codes with BF16 group scales -> BF16 fragments of operand A.
 //
 // The low 8 bits of a BF16 pattern count linearly: patterns 0 to 127 are the subnormals v * 2^-133,
-// and at 128 the exponent becomes 1, whose spacing is the same. So a nibble in bits 0-3 is the exact
-// value code * 2^-133 and one in bits 4-7 is code * 2^-129; no magic exponent has to be or-ed in and
-// none subtracted. One fma gives the weight: code * 2^-133 * (s * 2^119) - 8 s * 2^-14. Product and
-// addend are exact, so (code - 8) * s is rounded once, to BF16, and carries the factor 2^-14, which
-// the epilogue takes out of the FP32 sums. Per 8 weights: 4 and, 1 shift, 4 fma; the usual
-// 128 + code with a subtraction and a multiplication takes 15 instructions.
+// and at 128 the exponent becomes 1, whose spacing is the same. So a nibble in bits 0-3 is the
+// exact value code * 2^-133 and one in bits 4-7 is code * 2^-129; no magic exponent has to be or-ed
+// in and none subtracted. One fma gives the weight: code * 2^-133 * (s * 2^119) - 8 s * 2^-14.
+// Product and addend are exact, so (code - 8) * s is rounded once, to BF16, and carries the factor
+// 2^-14, which the epilogue takes out of the FP32 sums. Per 8 weights: 4 and, 1 shift, 4 fma; the
+// usual 128 + code with a subtraction and a multiplication takes 15 instructions.
 #pragma once
 
 #include <chord/kernels/common/types.cuh>

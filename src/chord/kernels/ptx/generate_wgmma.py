@@ -1,10 +1,11 @@
-"""Writes wgmma.cuh: one overload of ``wgmma_m64k16`` a token width, since the operand list of the
-instruction has one entry an accumulator register and cannot be written with a loop.
+"""Writes wgmma.cuh: one overload of ``wgmma_m64k16`` a token width.
 
-Run ``python generate_wgmma.py > wgmma.cuh`` after a change; a test compares the two.
+The operand list of the instruction has one entry an accumulator register and cannot be written
+with a loop. Run ``python generate_wgmma.py > wgmma.cuh`` after a change; a test compares the two.
 """
 
-WIDTHS = range(8, 257, 8)
+WIDTHS = range(8, 193, 8)
+_REGISTERS_A_LINE = 12
 
 HEAD = """\
 // The warpgroup's matrix multiply: 64 features x `width` tokens x 16 K, BF16 in, FP32 out.
@@ -29,8 +30,8 @@ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders every other use of an accumulator before (after) the wgmma that follow (precede): the compiler
-// must not move a clear into them or a read above their wait.
+// Orders every other use of an accumulator before (after) the wgmma that follow (precede): the
+// compiler must not move a clear into them or a read above their wait.
 template <int kEights>
 __forceinline__ void wgmma_pin(float (&d)[kEights][4]) {
 #pragma unroll
@@ -39,9 +40,9 @@ __forceinline__ void wgmma_pin(float (&d)[kEights][4]) {
   }
 }
 
-// d += a b, asynchronous. Warp w of the group holds rows 16 w to 16 w + 15 of
-// a (registers as in mma_m16n8k16) and of d: d[j] are the four sums of mma_m16n8k16 for tokens 8 j to
-// 8 j + 7. `b_descriptor` names the tokens x K tile in shared memory (smem_descriptor.cuh).
+// d += a b, asynchronous. Warp w of the group holds rows 16 w to 16 w + 15 of a (registers as in
+// mma_m16n8k16) and of d: d[j] are the four sums of mma_m16n8k16 for tokens 8 j to 8 j + 7.
+// `b_descriptor` names the tokens x K tile in shared memory (smem_descriptor.cuh).
 """
 
 FOOT = "}  // namespace chord::ptx\n"
@@ -60,13 +61,14 @@ def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
 
 
 def overload(width: int) -> str:
+    """Return the C++ function that multiplies `width` tokens."""
     count = width // 2
     a, descriptor = count, count + 4
     registers = [f"%{i}" for i in range(count)]
     strings = []
-    for start in range(0, count, 16):
-        last = start + 16 >= count
-        text = ", ".join(registers[start : start + 16]) + ("}, " if last else ", ")
+    for start in range(0, count, _REGISTERS_A_LINE):
+        last = start + _REGISTERS_A_LINE >= count
+        text = ", ".join(registers[start : start + _REGISTERS_A_LINE]) + ("}, " if last else ", ")
         strings.append(f'      "{"{" if start == 0 else ""}{text}"')
     outputs = _wrapped([f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count)], "        ").strip()
     return (

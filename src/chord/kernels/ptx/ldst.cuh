@@ -112,4 +112,14 @@ __forceinline__ u32 load_acquire(const u32* address) {
   return value;
 }
 
+// Adds to a counter that all blocks share; returns what it held before.
+__forceinline__ u32 atomic_add(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace chord::ptx

@@ -20,8 +20,8 @@ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same value, of which the compiler knows nothing: what is computed from it is computed here and
-// not kept in a register from further up.
+// The same value, of which the compiler knows nothing: what is computed from it is computed here
+// and not kept in a register from further up.
 __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
