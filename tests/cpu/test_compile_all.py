@@ -33,5 +33,6 @@ def shipped() -> list[tuple[str, Config, str]]:
 )
 def test_compiles_without_spills(arch: str, config: Config, addressing: str) -> None:
     report = cubin_for(config, arch, addressing).report
+    assert report is not None, "the compiler printed no registers and spills"
     assert report.is_clean, f"{config.label()} {addressing} for {arch}: {report}"
     assert report.registers * config.threads() <= 65536

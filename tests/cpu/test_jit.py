@@ -41,7 +41,7 @@ def test_a_wrong_belief_is_a_compile_error_that_shows_the_line() -> None:
 def test_compiles_to_machine_code_without_a_gpu(arch: str) -> None:
     cubin = compiler.compile_unit(TINY, arch)
     assert cubin.code.startswith(b"\x7fELF") and b".version" not in cubin.code
-    assert cubin.report.is_clean and cubin.report.registers > 0
+    assert cubin.report is not None and cubin.report.is_clean and cubin.report.registers > 0
 
 
 def test_a_compile_error_quotes_the_unit() -> None:

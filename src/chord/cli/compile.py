@@ -75,6 +75,9 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
             failures.append(f"{arch} {name}: {result}")
             continue
         report = result.report
+        if report is None:
+            failures.append(f"{arch} {name}: the compiler printed no registers and spills")
+            continue
         spills = report.spill_store_bytes + report.spill_load_bytes
         seconds = f"{result.seconds:.1f}" if result.seconds else "cached"
         console.print(

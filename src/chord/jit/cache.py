@@ -192,7 +192,8 @@ def _wait_for_lock(descriptor: int, describe: str) -> None:
 
 def encode_entry(cubin: Cubin) -> bytes:
     """Return an entry's bytes: magic, checksum of the rest, a line of JSON, the cubin."""
-    head = {"report": dataclasses.asdict(cubin.report), "code_bytes": len(cubin.code)}
+    report = None if cubin.report is None else dataclasses.asdict(cubin.report)
+    head = {"report": report, "code_bytes": len(cubin.code)}
     payload = json.dumps(head, sort_keys=True).encode() + b"\n" + cubin.code
     return _MAGIC + hashlib.sha256(payload).digest() + payload
 
@@ -205,7 +206,8 @@ def decode_entry(entry: bytes) -> Cubin | None:
         return None
     head, _, code = payload.partition(b"\n")
     try:
-        return Cubin(code=code, report=CompileReport(**json.loads(head)["report"]))
+        report = json.loads(head)["report"]
+        return Cubin(code=code, report=None if report is None else CompileReport(**report))
     except (ValueError, KeyError, TypeError):
         return None
 

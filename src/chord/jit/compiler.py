@@ -22,6 +22,8 @@ OPTIONS = {
     "std": "c++20",
     "device_as_default_execution_space": True,
     "ptxas_options": ["-v"],
+    # A hit in NVRTC's own cache comes without the log that names registers and spills.
+    "no_cache": True,
 }
 _UNIT_NAME = "chord_unit"
 
@@ -54,13 +56,13 @@ class Cubin:
 
     Attributes:
         code: The cubin.
-        report: Registers and spills.
+        report: Registers and spills; None if the compiler printed nothing about them.
         seconds: Time of the compile, 0.0 if it came from a cache.
         log: Messages of the compiler, "" if it came from a cache.
     """
 
     code: bytes
-    report: CompileReport
+    report: CompileReport | None
     seconds: float = 0.0
     log: str = ""
 
@@ -139,7 +141,7 @@ def compile_unit(source: str, arch: str, include_root: Path = INCLUDE_ROOT) -> C
     text = log.getvalue().rstrip("\0\n")
     return Cubin(
         code=bytes(code),
-        report=parse_ptxas(text),
+        report=parse_ptxas(text) if text else None,
         seconds=time.perf_counter() - started,
         log=text,
     )
