@@ -3,7 +3,7 @@
 `Launcher` is one kernel on one device for one thread: its structs are filled once, a launch packs
 the pointers and sizes and calls the driver. It knows nothing of shapes: `ops` has checked them.
 
-Scratch of the decode kernel (partial sums and flags) belongs to a stream, so two streams never
+Scratch (partial sums, flags and counters) belongs to a stream, so two streams never
 share it, and within a stream launches follow each other. Kernels leave the flags zero, so a stream
 handle that is destroyed and used again finds its scratch fit for use. A captured graph may be
 replayed on any stream, so every capture takes scratch of its own from the graph's memory pool and
@@ -24,7 +24,7 @@ from chord.errors import CaptureError, CompileError
 from chord.jit import cache, compiler, driver
 from chord.jit.params import addressing_layout
 from chord.jit.source import ENTRY
-from chord.plan.config import Config, DecodeConfig, shipped_configs
+from chord.plan.config import Config, shipped_configs
 
 # torch's own compiled code reads streams through these; the public calls cost ten times as much.
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -117,7 +117,6 @@ class Launcher:
         driver.make_context_current(kernel.index)
         packer = addressing_layout(kernel.addressing).packer
         self.kernel = kernel
-        self.needs_scratch = isinstance(kernel.config, DecodeConfig)
         self._params = ctypes.create_string_buffer(packer.size)
         self._pack = packer.pack_into
         # The driver takes an array of pointers to arguments; ours has one.
@@ -184,11 +183,11 @@ def launcher(config: Config, addressing: str, index: int) -> Launcher:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Partial sums and flags of the decode kernel for one stream.
+    """What the blocks of a launch tell each other, for one stream.
 
     Attributes:
-        partial: fp32, [num_sms, floats of a block].
-        flags: int32, [num_sms, warps], zero between launches.
+        partial: fp32, [num_sms, floats of a block]: decode's partial sums.
+        flags: int32, [num_sms, warps], zero between launches: decode's flags, prefill's counters.
         capture: Number of the capture that it was allocated in, or None.
     """
 
@@ -201,7 +200,7 @@ class Scratch:
         """Addresses of partial and flags."""
         return self.partial.data_ptr(), self.flags.data_ptr()
 
-    def fits(self, config: DecodeConfig) -> bool:
+    def fits(self, config: Config) -> bool:
         """Return whether a launch of `config` finds room."""
         return (
             config.partial_floats() <= self.partial.shape[1] and config.warps <= self.flags.shape[1]
@@ -212,7 +211,7 @@ _scratch: dict[tuple[int, int], Scratch] = {}
 _captured_scratch: dict[tuple[int, int], Scratch] = {}
 
 
-def scratch_pointers(config: DecodeConfig, index: int, stream: int) -> tuple[int, int]:
+def scratch_pointers(config: Config, index: int, stream: int) -> tuple[int, int]:
     """Return the addresses of partial sums and flags for a launch on torch's current stream.
 
     Args:
@@ -235,10 +234,10 @@ def scratch_pointers(config: DecodeConfig, index: int, stream: int) -> tuple[int
     return scratch.pointers
 
 
-def _allocate(config: DecodeConfig, index: int, capture: int | None) -> Scratch:
-    """Return scratch for the largest shipped decode configuration, and for `config`."""
+def _allocate(config: Config, index: int, capture: int | None) -> Scratch:
+    """Return scratch for the largest shipped configuration, and for `config`."""
     facts = devices.facts_of(index)
-    shipped = [c for c in shipped_configs(facts.arch) if isinstance(c, DecodeConfig)]
+    shipped = shipped_configs(facts.arch)
     floats = max(c.partial_floats() for c in (config, *shipped))
     warps = max(c.warps for c in (config, *shipped))
     where = torch.device("cuda", index)

@@ -158,9 +158,7 @@ def run(
     chosen = _choose(shape, index) if config is None else _accept(config, shape, index)
     launcher = launching.launcher(chosen, addressing, index)
     stream = launching.current_stream(index)
-    partial = flags = 0
-    if launcher.needs_scratch:
-        partial, flags = launching.scratch_pointers(chosen, index, stream)  # type: ignore[arg-type]
+    partial, flags = launching.scratch_pointers(chosen, index, stream)
     data = experts.data
     launcher.launch(
         stream,

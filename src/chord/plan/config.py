@@ -134,6 +134,10 @@ class PrefillConfig(_Rendered):
         rows = 8 * self.block_m + 16
         return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + _FIXED_BYTES
 
+    def partial_floats(self) -> int:
+        """Return 0: a prefill tile is one block's."""
+        return 0
+
 
 Config = DecodeConfig | PrefillConfig
 
