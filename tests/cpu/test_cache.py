@@ -54,6 +54,7 @@ def test_an_entry_is_private_and_comes_back_whole(folder: Path) -> None:
     assert not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.field_case(7)
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
 def test_truncated_entries_are_misses_and_heal(folder: Path, keep: float) -> None:
     cache._State().get_or_build("key", lambda: CUBIN, "it")
@@ -86,6 +87,7 @@ def compile_slowly(log: str, wait_for: multiprocessing.synchronize.Barrier | Non
     os._exit(0 if got == CUBIN else 1)
 
 
+@pytest.mark.field_case(7)
 def test_sixteen_processes_compile_once(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     barrier = fork_safe().Barrier(16)
@@ -100,6 +102,7 @@ def test_sixteen_processes_compile_once(folder: Path, tmp_path: Path) -> None:
     assert log.read_text() == "c"
 
 
+@pytest.mark.field_case(7)
 def test_a_killed_compiler_blocks_nobody(folder: Path, tmp_path: Path) -> None:
     for moment in range(10):
         log = tmp_path / f"log{moment}"
@@ -115,12 +118,14 @@ def test_a_killed_compiler_blocks_nobody(folder: Path, tmp_path: Path) -> None:
             entry.unlink()
 
 
+@pytest.mark.field_case(7)
 def test_a_lock_file_of_a_dead_process_does_not_block(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "key.lock").write_text("4194303\n")
     assert cache._State().get_or_build("key", lambda: CUBIN, "it") == CUBIN
 
 
+@pytest.mark.field_case(7)
 def test_waiting_is_said_and_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +140,7 @@ def test_waiting_is_said_and_ends(
     assert "compile it here as well" in said[1]
 
 
+@pytest.mark.field_case(7)
 def test_a_fork_before_and_after_the_first_use_works(folder: Path) -> None:
     state = cache._State()
 
@@ -171,6 +177,7 @@ def expect_one_warning() -> None:
     os._exit(0 if len(named) == 1 and "CHORD_CACHE_DIR" in text[0] else 1)
 
 
+@pytest.mark.field_case(8)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_read_only_folder_costs_one_warning(folder: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
@@ -181,6 +188,7 @@ def test_a_read_only_folder_costs_one_warning(folder: Path, tmp_path: Path) -> N
     assert not list(folder.iterdir())
 
 
+@pytest.mark.field_case(8)
 def test_a_folder_that_cannot_be_made_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +203,13 @@ def with_small_files(body) -> None:
     body()
 
 
+@pytest.mark.field_case(8)
 def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(folder: Path) -> None:
     assert run_in_child(with_small_files, expect_one_warning) == 0
     assert {path.suffix for path in folder.iterdir()} == {".lock"}
 
 
+@pytest.mark.field_case(8)
 def test_a_full_tmpfs_costs_one_warning(folder: Path) -> None:
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "tmpfs", str(folder)]
@@ -219,6 +229,7 @@ def test_a_folder_open_to_everyone_is_not_trusted(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.field_case(8)
 @pytest.mark.parametrize("home", [None, "/", "/nonexistent"])
 def test_without_a_home_a_private_temporary_folder_serves(
     home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +268,7 @@ def test_cached_mode_refuses_what_is_not_there(folder: Path, monkeypatch) -> Non
     assert not folder.exists()
 
 
+@pytest.mark.field_case(8)
 def test_works_without_nvcc_home_or_write_permission(tmp_path: Path) -> None:
     """Field case 8: only pip's NVRTC, no HOME, no PATH to a compiler."""
     script = textwrap.dedent(

@@ -263,6 +263,7 @@ def test_expert_ranges(tmp_path: Path, experts: range) -> None:
         load_moe_layer(write(tmp_path, "kimi_k2", layers=(1,)), 1, experts=experts)
 
 
+@pytest.mark.field_case(6)
 def test_tensor_parallel_refusals(tmp_path: Path) -> None:
     """Field case 6 (c) on files: 128 columns over 8 ranks are half a group each."""
     folder = write(tmp_path, "kimi_k2", layers=(1,))

@@ -61,6 +61,7 @@ def test_ptxas_reports_are_read() -> None:
         compiler.parse_ptxas("")
 
 
+@pytest.mark.field_case(8)
 def test_a_driver_older_than_nvrtc_is_named_with_it() -> None:
     nvrtc = compiler.nvrtc_version()
     major = int(nvrtc.split(".")[0])
@@ -156,6 +157,7 @@ def test_launch_config_matches_the_driver_header() -> None:
     assert ctypes.sizeof(driver.LaunchConfig) == 56
 
 
+@pytest.mark.field_case(9)
 def test_loading_inside_a_capture_asks_to_warm_up(monkeypatch) -> None:
     monkeypatch.setattr(launch, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match="warm up first"):

@@ -237,6 +237,7 @@ def test_other_formats() -> None:
         pack_experts(words(), ones(2, 16, 2).to(torch.float8_e4m3fn))
 
 
+@pytest.mark.field_case(6)
 def test_act_order() -> None:
     """Field case 6 (f): a flag that means plain order is taken, real act-order is refused."""
     plain = torch.arange(64) // 32
@@ -316,6 +317,7 @@ def test_expert_range_shares_memory() -> None:
 # --- field case 6: slices against groups --------------------------------------------------------
 
 
+@pytest.mark.field_case(6)
 def test_tensor_parallel_slices() -> None:
     """(a), (d): every rank's slice dequantises to the slice of the whole."""
     for intermediate, size in ((768, 2), (2048, 64)):
@@ -330,6 +332,7 @@ def test_tensor_parallel_slices() -> None:
             assert torch.equal(mine, whole[..., rank * part : (rank + 1) * part])
 
 
+@pytest.mark.field_case(6)
 def test_all_scale_columns_with_a_slice_are_refused() -> None:
     """(b): 24 columns for K=384 look like groups of 16; they are a loader's mistake."""
     weights = cases.random_weights(1, 64, 768)
@@ -338,6 +341,7 @@ def test_all_scale_columns_with_a_slice_are_refused() -> None:
         pack_experts(sliced, weights.scales)
 
 
+@pytest.mark.field_case(6)
 @pytest.mark.parametrize(("k", "groups"), [(1408, "5.5"), (1856, "7.25")])
 def test_slices_inside_a_group_are_refused(k: int, groups: str) -> None:
     """(c): the message names group size, K and TP."""
@@ -348,6 +352,7 @@ def test_slices_inside_a_group_are_refused(k: int, groups: str) -> None:
         slice_reduction(weights.words, weights.scales, 3, 8)
 
 
+@pytest.mark.field_case(6)
 def test_gate_up_slice_keeps_k() -> None:
     """(e): rank-local I = 32 of w13 with hidden 4096 keeps K = 4096 and 128 groups."""
     weights = cases.random_weights(1, 256, 4096, scale_powers=5)
@@ -389,6 +394,7 @@ for shape, dtype in (((32, 1024, 2048), torch.uint8), ((128, 1024, 256), torch.i
 """
 
 
+@pytest.mark.field_case(10)
 def test_host_memory_stays_at_input_plus_output() -> None:
     """32 MiB, then 128 MiB of codes: unpacking the latter to int32 would take 1 GiB."""
     result = subprocess.run(

@@ -109,6 +109,7 @@ def test_contiguous() -> None:
     )
 
 
+@pytest.mark.field_case(5)
 def test_masked() -> None:
     """Field case 5 in small: partial groups leave the other groups' rows alone."""
     n, k = 24, 64
@@ -130,6 +131,7 @@ def test_masked() -> None:
         tolerance.assert_exact(fresh, expected.nan_to_num(0.0).bfloat16())
 
 
+@pytest.mark.field_case(2)
 def test_no_work() -> None:
     """Field case 2: empty results of the right shape, and a normal call straight afterwards."""
     weights = cases.random_weights(E, 64, 64)
@@ -217,6 +219,7 @@ def test_fused_moe_of_the_two_gemms() -> None:
     tolerance.assert_rows_close(out, expected)
 
 
+@pytest.mark.field_case(1)
 def test_fused_moe_on_one_rank_of_eight() -> None:
     """Field case 1: remote and missing experts give nothing, by map and with local ids alike."""
     case = cases.partial_routing()

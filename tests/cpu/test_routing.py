@@ -73,6 +73,7 @@ def test_align_is_the_plain_loop(
     result.validate(len(ids), num_experts)
 
 
+@pytest.mark.field_case(2)
 @pytest.mark.parametrize("tokens", [0, 16])
 def test_no_work(tokens: int) -> None:
     """Field case 2 (a), (b): no tokens, or tokens that go nowhere."""
@@ -87,6 +88,7 @@ def test_no_work(tokens: int) -> None:
     empty.validate(0, 48)
 
 
+@pytest.mark.field_case(1)
 def test_partial_expert_map() -> None:
     """Field case 1: through the map and with local ids the same blocks come out."""
     case = cases.partial_routing()
@@ -102,6 +104,7 @@ def test_partial_expert_map() -> None:
     assert not {r // 8 for r in routed} & set(case.silent_rows)
 
 
+@pytest.mark.field_case(1)
 def test_minus_one_does_not_read_the_last_map_entry() -> None:
     expert_map = torch.tensor([-1, -1, 0])
     ids = torch.tensor([[-1, 2], [3, -7]])

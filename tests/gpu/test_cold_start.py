@@ -54,6 +54,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[float, str]:
     return float(output), errors
 
 
+@pytest.mark.field_case(7)
 def test_sixteen_cold_processes_share_one_compile(tmp_path: Path) -> None:
     environment = dict(os.environ, CHORD_CACHE_DIR=str(tmp_path / "alone"))
     alone, _ = finish(start(environment))
@@ -65,6 +66,7 @@ def test_sixteen_cold_processes_share_one_compile(tmp_path: Path) -> None:
     assert slowest <= 2 * alone + 2
 
 
+@pytest.mark.field_case(7)
 def test_a_killed_process_leaves_a_usable_cache(tmp_path: Path) -> None:
     environment = dict(os.environ, CHORD_CACHE_DIR=str(tmp_path))
     killed = start(environment)
@@ -76,6 +78,7 @@ def test_a_killed_process_leaves_a_usable_cache(tmp_path: Path) -> None:
     finish(start(environment))
 
 
+@pytest.mark.field_case(8)
 @pytest.mark.parametrize("home", ["/", "/nonexistent"])
 def test_no_home_is_one_warning_and_a_right_result(home: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("CHORD_CACHE_DIR", "CUDA_HOME")}

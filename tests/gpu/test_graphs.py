@@ -80,6 +80,7 @@ def routings(tokens: int) -> Iterator[torch.Tensor]:
     yield torch.full((tokens, TOP_K), -1, dtype=torch.int32, device="cuda")
 
 
+@pytest.mark.field_case(9)
 def test_a_cold_call_inside_capture_says_warm_up_first(cold, experts, weights) -> None:
     step = Step(24, experts, weights)
     where = chord.routing.align(step.ids, num_experts=E, block_m=BLOCK_M)
@@ -104,6 +105,7 @@ def test_a_cold_call_inside_capture_says_warm_up_first(cold, experts, weights) -
     step.check()
 
 
+@pytest.mark.field_case(9)
 def test_replays_follow_new_routing_and_survive_bigger_batches(experts, weights) -> None:
     step = Step(16, experts, weights)
     step.run()
@@ -125,6 +127,7 @@ def test_replays_follow_new_routing_and_survive_bigger_batches(experts, weights)
     assert all(bool(t.isfinite().all()) for t in kept)
 
 
+@pytest.mark.field_case(2)
 def test_no_work_inside_capture(experts, weights) -> None:
     step = Step(16, experts, weights)
     step.run()
@@ -213,6 +216,7 @@ def test_threads_launch_side_by_side(experts, weights) -> None:
         step.check()
 
 
+@pytest.mark.field_case(9)
 def test_a_call_without_validation_never_waits(experts, weights) -> None:
     step = Step(16, experts, weights)
     step.run()

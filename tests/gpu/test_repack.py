@@ -30,6 +30,7 @@ def test_same_bytes_as_on_the_cpu(shape: tuple[int, int, int], interleave: bool)
     assert torch.equal(unpacked_scales.cpu(), weights.scales)
 
 
+@pytest.mark.field_case(10)
 @pytest.mark.parametrize("projection", ["w13", "w2"])
 def test_memory_and_time_of_a_kimi_layer(projection: str) -> None:
     """Peak at most input + output + 0.5 GiB, three layers in a row, only outputs alive after."""
