@@ -72,19 +72,22 @@ def test_a_driver_older_than_nvrtc_is_named_with_it() -> None:
     assert f"CUDA {major - 1}.8" in str(caught.value) and nvrtc in str(caught.value)
 
 
-def test_digest_follows_contents_and_names_only(tmp_path: Path) -> None:
+def test_digest_follows_contents_and_names_of_what_is_included(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "elsewhere" / "two"
     for root in (one, two):
         (root / "ptx").mkdir(parents=True)
-        (root / "decode.cuh").write_text("// a\n")
+        (root / "decode.cuh").write_text("#include <chord/kernels/ptx/mma.cuh>\n")
         (root / "ptx" / "mma.cuh").write_text("// b\n")
-        (root / "README.md").write_text(f"{root}\n")
-    digest = source.digest_headers(one)
-    assert digest == source.digest_headers(two)
+        (root / "unused.cuh").write_text(f"// {root}\n")
+    names = ("decode.cuh",)
+    digest = source.digest_headers(names, one)
+    assert digest == source.digest_headers(names, two)
+    assert digest != source.digest_headers((*names, "unused.cuh"), one)
     (two / "ptx" / "mma.cuh").write_text("// c\n")
-    assert digest != source.digest_headers(two)
+    assert digest != source.digest_headers(names, two)
     (one / "ptx" / "mma.cuh").rename(one / "mma.cuh")
-    assert digest != source.digest_headers(one)
+    (one / "decode.cuh").write_text("#include <chord/kernels/mma.cuh>\n")
+    assert digest != source.digest_headers(names, one)
 
 
 def test_key_changes_with_everything_that_changes_the_bits() -> None:

@@ -55,7 +55,7 @@ def cubin_for(config: Config, arch: str, addressing: str = "Indexed") -> Cubin:
         CompileError: It does not compile, or CHORD_JIT=cached and it is not in the cache.
     """
     unit = source.render(config, addressing)
-    key = cache_key(unit, arch, source.kernel_digest(), compiler.nvrtc_version())
+    key = cache_key(unit, arch, source.kernel_digest(addressing), compiler.nvrtc_version())
     describe = f"{config.label()} {addressing} for {arch}"
 
     def build() -> Cubin:

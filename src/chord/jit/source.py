@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 from chord.jit.params import addressing_layout
 from chord.plan.config import Config
 
 ENTRY = "chord_entry"
+_INCLUDE = re.compile(r"^#include <chord/kernels/([^>]+)>", re.MULTILINE)
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
 
@@ -46,20 +48,30 @@ extern "C" __global__ void __launch_bounds__(kConfig.threads(), 1)
 
 
 @functools.cache
-def kernel_digest(root: Path = KERNELS) -> str:
-    """Return the hash of all kernel headers: names and contents, never times or places.
+def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
+    """Return the hash of the headers that both kernels reach: names and contents, never times.
 
-    Records of measurements carry it, and every cache key contains it.
+    Records of measurements carry it, and every cache key contains it. What another addressing type
+    brings does not count, so that a new one leaves records and caches of the others valid.
+
+    Args:
+        addressing: How rows are found, a type of kernels/addressing.
+        root: Folder of the headers.
     """
-    return digest_headers(root)
+    return digest_headers(("decode.cuh", "prefill.cuh", addressing_layout(addressing).header), root)
 
 
-def digest_headers(root: Path) -> str:
-    """Return the hash of every .cuh file below `root`, read anew."""
+def digest_headers(names: tuple[str, ...], root: Path) -> str:
+    """Return the hash of headers below `root` and of all that they include, read anew."""
+    contents: dict[str, bytes] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in contents:
+            contents[name] = (root / name).read_bytes()
+            waiting += _INCLUDE.findall(contents[name].decode())
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.cuh"), key=lambda path: path.relative_to(root).as_posix()):
-        content = path.read_bytes()
-        name = path.relative_to(root).as_posix()
+    for name, content in sorted(contents.items()):
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -18,7 +18,6 @@
 // warp with bulk copies 214, a second warp with cp.async 235.
 #pragma once
 
-#include <chord/kernels/addressing/indexed.cuh>
 #include <chord/kernels/config.cuh>
 #include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>

@@ -15,7 +15,6 @@
 //            next unit's codes | arrive empty | after a tile: store
 #pragma once
 
-#include <chord/kernels/addressing/indexed.cuh>
 #include <chord/kernels/config.cuh>
 #include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>
