@@ -55,7 +55,7 @@ void Launch::make_block(int index) {
   block.named.resize(kNamedBarriers);
   block.alive = threads;
   const int registers = kRegistersPerBlock / threads / 8 * 8;
-  block.free_registers = kRegistersPerBlock - registers * threads;
+  block.free_registers = 0;  // what rounding down leaves over is not the block's
   const bool slow_block = random.below(4) == 0;
   for (int i = 0; i < warps; ++i) {
     block.warps.push_back(std::make_unique<Warp>());
