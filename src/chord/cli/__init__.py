@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from chord.cli import bench, compile, demo, doctor, explain
+from chord.cli import bench, compile, demo, doctor, explain, tune
 from chord.cli.console import errors
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("doctor")(doctor.doctor)
 app.command("compile")(compile.compile_ahead)
 app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 
 
 def main() -> None:
