@@ -1,4 +1,4 @@
-// What a launch passes to a kernel: one struct by value. The host mirrors it (jit/launch.py) and
+// What a launch passes to a kernel: one struct by value. The host mirrors it (jit/params.py) and
 // the rendered unit asserts the size.
 #pragma once
 
@@ -17,7 +17,7 @@ struct GemmParams {
   int k;
   int reserved;
 };
-static_assert(sizeof(GemmParams) == 56, "GemmParams must match jit/launch.py");
+static_assert(sizeof(GemmParams) == 56, "GemmParams must match jit/params.py");
 
 template <class Addressing>
 struct Params {

@@ -35,6 +35,6 @@ struct Indexed {
   }
   int input_row(int output_row) const { return output_row / p.top_k; }
 };
-static_assert(sizeof(Indexed::Params) == 40, "Indexed::Params must match jit/launch.py");
+static_assert(sizeof(Indexed::Params) == 40, "Indexed::Params must match jit/params.py");
 
 }  // namespace chord
