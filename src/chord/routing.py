@@ -133,7 +133,8 @@ class Contiguous:
         expert_offsets: int32 or int64, [E + 1]: expert e owns rows
             expert_offsets[e] .. expert_offsets[e + 1] - 1. Rows before the first and from the
             last offset on belong to nobody.
-        m_indices: int32, [R]: the expert of each row, ascending, -1 for rows of nobody (anywhere).
+        m_indices: int32 or int64, [R]: the expert of each row, ascending, -1 for rows of nobody
+            (anywhere).
     """
 
     expert_offsets: torch.Tensor | None = None
@@ -153,7 +154,7 @@ class Contiguous:
                     f"expert_offsets has {offsets.numel()} elements; E experts need E + 1 offsets"
                 )
         if self.m_indices is not None:
-            _check_vector("m_indices", self.m_indices, (torch.int32,), self.m_indices.device)
+            _check_vector("m_indices", self.m_indices, _INTEGERS, self.m_indices.device)
 
     def validate(self, num_rows: int, num_experts: int) -> None:
         """Check every value; waits for the device.
@@ -306,7 +307,7 @@ def align(
     slot = torch.where(group == num_experts, capacity, first_slot[group] + rank)
     sorted_ids = torch.full((capacity + 1,), num_routes, dtype=torch.int32, device=device)
     sorted_ids[slot] = order.int()
-    sorted_ids[capacity] = num_routes
+    sorted_ids[capacity:].fill_(num_routes)  # an item assignment would wait for the device
 
     block = torch.arange(num_blocks, device=device)
     block_expert = torch.searchsorted(blocks_end, block, right=True)

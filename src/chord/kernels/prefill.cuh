@@ -50,6 +50,8 @@ class Prefill {
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
+  // Rows whose place in x a thread keeps in a register; more would spill.
+  static constexpr int kHeldRows = min_of(kPasses, kConfig.block_m > 128 ? 8 : kPasses);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
   static constexpr int kLoaderBarrier = 1;
@@ -143,18 +145,11 @@ class Prefill {
   // ---- Loading warpgroup.
   __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
-    u32* next_run = p.flags;  // counts on from one run a block; zero between launches
-    u32* blocks_done = p.flags + 1;
     const int num_runs = table.num_tiles() * runs();
     RingPosition<kConfig.stages> at;
-    // Two places in turn: the first warp may be a run ahead of a thread that reads the last number.
-    SmemAddress following = smem.next_run;
-    for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(following)) {
-      following ^= 4;
-      // Ask for the next run now, so that the answer is there in time.
-      if (thread == 0) ptx::store_shared(following, ptx::grid_dim() + ptx::atomic_add(next_run, 1));
+    for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(smem.next_run)) {
       Tile tile = tile_at(index);
-      u32 x_row[kPasses];
+      u32 x_row[kHeldRows];
       const int width = find_rows(x_row, tile);
       const int run_end = min_of(tile.feature_tile + run_length(), feature_tiles());
       for (; tile.feature_tile < run_end; ++tile.feature_tile) {
@@ -175,20 +170,30 @@ class Prefill {
       ptx::store_shared(width_note(at.stage), 0);
       ptx::mbarrier_arrive_expect_bytes(ring.full(at.stage), 0);
       // The last block sets the counters back for the next launch.
-      if (static_cast<int>(ptx::atomic_add(blocks_done, 1)) == ptx::grid_dim() - 1) {
-        ptx::store_release(next_run, 0);
-        ptx::store_release(blocks_done, 0);
+      if (static_cast<int>(ptx::atomic_add(blocks_done(), 1)) == ptx::grid_dim() - 1) {
+        ptx::store_release(next_run(), 0);
+        ptx::store_release(blocks_done(), 0);
       }
     }
     ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
   }
 
+  // Counters in global memory, zero between launches: runs taken beyond the first of each block,
+  // and blocks that have no more.
+  u32* next_run() const { return p.flags; }
+  u32* blocks_done() const { return p.flags + 1; }
+
   // Finds where in x the rows begin that this thread copies a part of, in 16-byte steps (x has at
   // most 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
   // condition is two instructions. Leaves the tile's output rows (-1 for none) in the row table and
   // returns the width that the tile is multiplied at.
-  int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
-    ptx::sync_named(kLoaderBarrier, kLoaders);  // the last tile's rows have been noted
+  int find_rows(u32 (&x_row)[kHeldRows], const Tile& tile) const {
+    // All have read the number of this run and noted the rows of the last one.
+    ptx::sync_named(kLoaderBarrier, kLoaders);
+    // Ask for the next run now, so that the answer is there in time.
+    if (thread == 0) {
+      ptx::store_shared(smem.next_run, ptx::grid_dim() + ptx::atomic_add(next_run(), 1));
+    }
     for (int token = thread; token < kConfig.block_m; token += kLoaders) {
       const int position = tile.row_begin + token;
       const int row = position < tile.row_end ? addressing.output_row(position) : -1;
@@ -198,10 +203,7 @@ class Prefill {
     }
     ptx::sync_named(kLoaderBarrier, kLoaders);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int token = thread / 8 + pass * kRowsPerPass;
-      x_row[pass] = token < kConfig.block_m ? ptx::load_shared(smem.x_rows + 4 * token) : 0;
-    }
+    for (int pass = 0; pass < kHeldRows; ++pass) x_row[pass] = x_row_of(pass);
     int used = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
@@ -210,6 +212,11 @@ class Prefill {
       if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
     }
     return kConfig.min_width + round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
+  }
+
+  u32 x_row_of(int pass) const {
+    const int token = min_of(thread / 8 + pass * kRowsPerPass, kConfig.block_m - 1);
+    return ptx::load_shared(smem.x_rows + 4 * token);
   }
 
   int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
@@ -242,10 +249,10 @@ class Prefill {
     }
   }
 
-  void load_x(int stage, const u32 (&x_row)[kPasses], int k_stage, int width) {
+  void load_x(int stage, const u32 (&x_row)[kHeldRows], int k_stage, int width) {
     const int chunk = thread % 8;
     const SmemAddress first_target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
-#pragma unroll 1
+#pragma unroll
     for (int unit = 0; unit < kConfig.units(); ++unit) {
       const int k = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk;
       // K mod 64 = 32: the last unit's second half is zero; a unit behind K is not multiplied.
@@ -257,7 +264,8 @@ class Prefill {
         const SmemAddress target =
             first_target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128;
         if (pass * kRowsPerPass < width && thread / 8 + pass * kRowsPerPass < kConfig.block_m) {
-          ptx::cp_async_or_zero(target, source + 16 * static_cast<u64>(x_row[pass]), exists);
+          const u32 row = pass < kHeldRows ? x_row[pass] : x_row_of(pass);
+          ptx::cp_async_or_zero(target, source + 16 * static_cast<u64>(row), exists);
         }
       }
     }
