@@ -14,6 +14,7 @@ apart from the package's, from the definition of the format.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -314,6 +315,32 @@ def partial_routing(seed: int = 0, device: Device = "cpu") -> PartialRouting:
     return PartialRouting(
         ids.to(device), expert_map.to(device), local.to(device), (24, 25, 26, 27, 28, 29, 32)
     )
+
+
+def owners_of_counts(
+    counts: Sequence[int], *, before: int = 0, after: int = 0, device: Device = "cpu"
+) -> torch.Tensor:
+    """Return the expert of each row, int32 [before + sum(counts) + after], sorted; -1 outside."""
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return torch.nn.functional.pad(owners, (before, after), value=-1).int().to(device)
+
+
+def owners_of_slots(counts: Sequence[int], max_m: int, *, device: Device = "cpu") -> torch.Tensor:
+    """Return the expert of each of its max_m rows, int32 [E * max_m], -1 from its count on."""
+    slots = torch.arange(max_m).expand(len(counts), -1)
+    owners = torch.arange(len(counts)).unsqueeze(1)
+    owners = torch.where(slots < torch.tensor(counts).unsqueeze(1), owners, -1)
+    return owners.flatten().int().to(device)
+
+
+def ragged_counts(num_experts: int, mean: int, *, seed: int = 0) -> list[int]:
+    """Choose rows of each expert around a mean: a third of the experts have none, one has most."""
+    g = generator(seed)
+    spread = torch.rand(num_experts, generator=g)
+    counts = (spread * 2 * mean + 1).int()
+    counts[torch.rand(num_experts, generator=g) < 1 / 3] = 0
+    counts[seed % num_experts] = 4 * mean + 1
+    return counts.tolist()
 
 
 def expected_rows(

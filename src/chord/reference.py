@@ -106,7 +106,7 @@ def contiguous(
         expert_offsets: int32 or int64, [E + 1]: expert e owns rows offsets[e]..offsets[e+1]-1.
         out: bf16, [R, N]; rows that no expert owns are left untouched. Without it a new tensor is
             returned, in which they are zero.
-        m_indices: int32, [R], the expert of each row or -1, instead of expert_offsets.
+        m_indices: int32 or int64, [R], the expert of each row or -1, instead of expert_offsets.
         validate: check all routing values first.
         dtype: fp32 or fp64, to accumulate in.
 

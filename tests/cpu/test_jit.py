@@ -26,7 +26,7 @@ def test_units_state_what_the_host_believes() -> None:
     assert f"kConfig.smem_bytes() == {DECODE.smem_bytes()}" in unit
     assert "sizeof(chord::Params<chord::Indexed>) == 96" in unit
     assert "chord::prefill<kConfig>(p);" in source.render(PREFILL)
-    with pytest.raises(InputError, match="addressing 'Sorted' is not one of Indexed"):
+    with pytest.raises(InputError, match="addressing 'Sorted' is not one of Indexed, "):
         source.render(DECODE, "Sorted")
 
 

@@ -98,7 +98,9 @@ def test_decide_returns_a_legal_choice_with_its_reasons(card: str, rows: int) ->
     problem = dataclasses.replace(GATE_UP, routed_rows=rows)
     decision = select.decide(problem, facts)
     assert legality.reject(decision.config, problem, facts) is None
-    assert decision.considered[0][0] == decision.config
+    assert decision.config in [config for config, _ in decision.considered]
+    if decision.reason.startswith("cost model"):
+        assert decision.considered[0][0] == decision.config
     times = [us for _, us in decision.considered]
     assert times == sorted(times) and all(us > 0 for us in times)
     assert decision.reason.startswith("cost model") or decision.reason.startswith("profile")
@@ -114,6 +116,26 @@ def test_an_unknown_architecture_is_refused() -> None:
     ada = dataclasses.replace(H200, name="NVIDIA L40S", card="l40s", arch="sm_89a")
     with pytest.raises(UnsupportedError, match=r"shipped for sm_89a \(NVIDIA L40S\)"):
         select.decide(GATE_UP, ada)
+
+
+def test_an_expectation_moves_the_choice_and_no_limit() -> None:
+    """Masked rows: the buffer's size says what may run, the hint what will be in use."""
+    slots = dataclasses.replace(GATE_UP, routed_rows=48 * 1024, addressing="Masked")
+    few = dataclasses.replace(slots, expected_rows=48 * 8)
+    assert few.rows_per_expert == 8 and few.flop == slots.flop / 128
+    assert select.decide(slots, H200, Path("none")).config.kernel == "prefill"
+    assert select.decide(few, H200, Path("none")).config.kernel == "decode"
+    assert select.decide(dataclasses.replace(slots, expected_rows=0), H200, Path("none"))
+    assert dataclasses.replace(slots, expected_rows=1 << 40).planned_rows == slots.routed_rows
+    long = dataclasses.replace(few, routed_rows=5_000_000)
+    assert "exceeds 4793490 rows" in (legality.reject(DECODE, long, H200) or "")
+
+
+@pytest.mark.parametrize("addressing", legality.ADDRESSINGS)
+def test_every_addressing_is_legal(addressing: str) -> None:
+    problem = dataclasses.replace(GATE_UP, addressing=addressing)
+    assert legality.reject(DECODE, problem, H200) is None
+    assert legality.reject(PREFILL, problem, H200) is None
 
 
 def test_predictions_stay_above_the_floor() -> None:

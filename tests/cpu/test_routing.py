@@ -250,8 +250,8 @@ def test_contiguous_construction() -> None:
         Contiguous(offsets, offsets)
     with pytest.raises(InputError, match="expert_offsets has 1 elements"):
         Contiguous(offsets[:1])
-    with pytest.raises(InputError, match=r"m_indices is torch.int64"):
-        Contiguous(m_indices=offsets.long())
+    with pytest.raises(InputError, match=r"m_indices is torch.float32"):
+        Contiguous(m_indices=offsets.float())
 
 
 # --- Masked -------------------------------------------------------------------------------------

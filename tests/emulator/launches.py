@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 import cases
-from chord.emulator import run_indexed
+from chord.emulator import run
+from chord.emulator.runner import Routing
 from chord.plan.config import Config
-from chord.routing import Indexed, align
+from chord.routing import Contiguous, Indexed, Masked, align
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,15 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Operands of a launch and what has to come out; rows of `expected` are NaN where unrouted."""
+    """Operands of a launch and what has to come out; rows of `expected` are NaN where unrouted.
+
+    x and the output have a row of `expected` each, except where Indexed shares rows of x among
+    routes and where Masked has [E, max_m, ...] for E * max_m rows.
+    """
 
     x: torch.Tensor
     weights: cases.Weights
-    routing: Indexed
+    routing: Routing
     expected: torch.Tensor
 
 
@@ -56,6 +61,48 @@ def inputs(shape: Shape, seed: int = 0) -> Inputs:
     weights = cases.random_weights(shape.num_experts, shape.n, shape.k, scale_powers=3, seed=seed)
     routing = align(ids, num_experts=shape.num_experts, block_m=shape.block_m)
     expected = cases.expected_rows(x, weights, ids, shape.top_k)
+    return Inputs(x, weights, routing, expected)
+
+
+FORMS = ("offsets32", "offsets64", "indices32", "indices64", "masked")
+
+
+def grouped_inputs(
+    counts: tuple[int, ...], n: int, k: int, form: str, *, max_m: int | None = None
+) -> Inputs:
+    """Make EXACT operands for rows that are grouped by expert.
+
+    Args:
+        counts: rows of each expert.
+        n: output features.
+        k: reduction length.
+        form: of FORMS, how the rows are described. Contiguous rows have three of nobody before and
+            behind them.
+        max_m: masked: rows that an expert has room for, the largest count by default.
+    """
+    if form == "masked":
+        owners = cases.owners_of_slots(counts, max_m or max(counts))
+        return owned_inputs(owners, n, k, Masked(torch.tensor(counts, dtype=torch.int32)))
+    owners = cases.owners_of_counts(counts, before=3, after=3)
+    dtype = torch.int32 if form.endswith("32") else torch.int64
+    if form.startswith("indices"):
+        return owned_inputs(owners, n, k, Contiguous(m_indices=owners.to(dtype)), len(counts))
+    offsets = torch.tensor((3, *counts)).cumsum(0).to(dtype)
+    return owned_inputs(owners, n, k, Contiguous(offsets), len(counts))
+
+
+def owned_inputs(
+    owners: torch.Tensor, n: int, k: int, routing: Contiguous | Masked, num_experts: int = 0
+) -> Inputs:
+    """Make EXACT operands for rows with these owners, int32 [rows]; rows of nobody hold NaN."""
+    if isinstance(routing, Masked):
+        num_experts = routing.tokens_per_expert.numel()
+    weights = cases.random_weights(num_experts, n, k, scale_powers=3)
+    x = cases.exact_x(len(owners), k)
+    expected = cases.expected_rows(x, weights, owners)
+    x[owners < 0] = float("nan")
+    if isinstance(routing, Masked):
+        x = x.view(num_experts, -1, k)
     return Inputs(x, weights, routing, expected)
 
 
@@ -71,7 +118,8 @@ def check(config: Config, given: Inputs, num_blocks: int, **options: object) -> 
     rows, n = given.expected.shape
     buffer, out = cases.guarded(rows, n)
     packed = given.weights.pack()
-    run_indexed(config, given.x, packed, given.routing, out, num_blocks=num_blocks, **options)
+    shaped = out.view(*given.x.shape[:-1], n) if isinstance(given.routing, Masked) else out
+    run(config, given.x, packed, given.routing, shaped, num_blocks=num_blocks, **options)
     routed = ~given.expected.isnan().any(dim=1)
     assert torch.equal(out[routed], given.expected[routed].bfloat16()), "routed rows differ"
     assert cases.is_poison(out[~routed]), "a row that nobody routes was written"

@@ -9,7 +9,7 @@ import torch
 from launches import Inputs, Shape, check, foreign_blocks, inputs
 
 import cases
-from chord.emulator import run_indexed
+from chord.emulator import run
 from chord.plan.config import Config, DecodeConfig, PrefillConfig, shipped_configs
 from chord.routing import Indexed
 
@@ -133,7 +133,7 @@ def test_same_bits_in_every_interleaving(config: Config) -> None:
     results = []
     for seed in range(3):
         out = torch.zeros(9, 256, dtype=torch.bfloat16)
-        run_indexed(config, x, weights.pack(), given.routing, out, num_blocks=5, seed=seed)
+        run(config, x, weights.pack(), given.routing, out, num_blocks=5, seed=seed)
         results.append(out)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     exact = cases.expected_rows(x, weights, cases.topk_ids(9, 1, 2))

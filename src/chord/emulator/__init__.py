@@ -5,6 +5,6 @@ holds the second implementation of kernels/ptx, and `runtime` the machine that i
 docs/emulator.md says what is modelled and what is not.
 """
 
-from chord.emulator.runner import EmulatorError, run_indexed
+from chord.emulator.runner import EmulatorError, run
 
-__all__ = ["EmulatorError", "run_indexed"]
+__all__ = ["EmulatorError", "run"]

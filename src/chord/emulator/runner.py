@@ -18,9 +18,9 @@ import torch
 
 from chord.emulator.build import LIBRARY, build
 from chord.errors import ChordError
-from chord.jit.params import INDEXED
+from chord.jit.params import addressing_layout
 from chord.plan.config import Config, DecodeConfig
-from chord.routing import Indexed
+from chord.routing import Contiguous, Indexed, Masked
 from chord.weights.packed import PackedExperts
 
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
@@ -67,26 +67,59 @@ def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Ten
     return partial, torch.zeros(num_blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
 
 
-def indexed_launch(
+Routing = Indexed | Contiguous | Masked
+
+
+def addressing_of(routing: Routing) -> str:
+    """Return the addressing type of the kernels that a routing needs."""
+    if isinstance(routing, Contiguous):
+        return "ContiguousIndices" if routing.expert_offsets is None else "ContiguousOffsets"
+    return type(routing).__name__
+
+
+def _addressing_values(
+    x: torch.Tensor, packed: PackedExperts, routing: Routing, out: torch.Tensor
+) -> tuple[tuple[int, ...], list[tuple[str, torch.Tensor]]]:
+    """Return the fields of an addressing's parameters, and the tables that they point to."""
+    sizes: tuple[int, ...]
+    if isinstance(routing, Indexed):
+        tables = [
+            (name, getattr(routing, name))
+            for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+        ]
+        sizes = (out.shape[0], routing.top_k, routing.block_m, routing.expert_ids.numel())
+    elif isinstance(routing, Contiguous):
+        name = "m_indices" if routing.expert_offsets is None else "expert_offsets"
+        table = getattr(routing, name)
+        tables = [(name, table)]
+        sizes = (int(table.dtype is torch.int64), packed.num_experts, x.shape[0])
+    else:
+        tables = [("tokens_per_expert", routing.tokens_per_expert)]
+        sizes = (packed.num_experts, x.shape[1])
+    return (*(table.data_ptr() for _, table in tables), *sizes), tables
+
+
+def launch_of(
     config: Config,
     x: torch.Tensor,
     packed: PackedExperts,
-    routing: Indexed,
+    routing: Routing,
     out: torch.Tensor,
     num_blocks: int,
 ) -> Launch:
-    """Pack the parameters of an indexed launch; tensors as in `run_indexed`.
+    """Pack the parameters of a launch.
 
     Args:
         config: The configuration.
-        x: bfloat16, [M, K].
+        x: bfloat16, [M, K] (Indexed), [R, K] (Contiguous) or [E, max_m, K] (Masked).
         packed: E experts of N features.
         routing: Which row belongs to which expert.
-        out: bfloat16, [M * top_k, N].
+        out: bfloat16, [M * top_k, N], [R, N] or [E, max_m, N].
         num_blocks: Blocks of the launch.
     """
     partial, flags = scratch_of(config, num_blocks)
-    params = INDEXED.packer.pack(
+    values, tables = _addressing_values(x, packed, routing, out)
+    params = addressing_layout(addressing_of(routing)).packer.pack(
         x.data_ptr(),
         packed.data.data_ptr(),
         out.data_ptr(),
@@ -96,13 +129,7 @@ def indexed_launch(
         packed.n,
         packed.k,
         0,
-        routing.sorted_token_ids.data_ptr(),
-        routing.expert_ids.data_ptr(),
-        routing.num_tokens_post_padded.data_ptr(),
-        out.shape[0],
-        routing.top_k,
-        routing.block_m,
-        routing.expert_ids.numel(),
+        *values,
     )
     tensors = [
         ("x", x, INPUT),
@@ -110,9 +137,7 @@ def indexed_launch(
         ("out", out, OUTPUT),
         ("partial", partial, PARTIAL),
         ("flags", flags, FLAGS),
-        ("sorted_token_ids", routing.sorted_token_ids, INPUT),
-        ("expert_ids", routing.expert_ids, INPUT),
-        ("num_tokens_post_padded", routing.num_tokens_post_padded, INPUT),
+        *((name, table, INPUT) for name, table in tables),
     ]
     return Launch(params, tensors)
 
@@ -192,11 +217,11 @@ def run_program(program: Path, launch: Launch, num_blocks: int, seed: int) -> No
         begin += size
 
 
-def run_indexed(
+def run(
     config: Config,
     x: torch.Tensor,
     packed: PackedExperts,
-    routing: Indexed,
+    routing: Routing,
     out: torch.Tensor,
     *,
     num_blocks: int,
@@ -204,14 +229,15 @@ def run_indexed(
     flavour: str = LIBRARY,
     replaced: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `chord.indexed`'s kernel for `config` on the CPU.
+    """Run the kernel of `chord.indexed`, `contiguous` or `masked` for `config` on the CPU.
 
     Args:
         config: A DecodeConfig or PrefillConfig.
-        x: bfloat16, [M, K], contiguous.
+        x: bfloat16, contiguous: [M, K], [R, K] or [E, max_m, K], as the routing says.
         packed: E experts of N features.
-        routing: Which row belongs to which expert.
-        out: bfloat16, [M * top_k, N], contiguous; written where a row is routed.
+        routing: Which row belongs to which expert; its type picks the addressing.
+        out: bfloat16, contiguous: [M * top_k, N], [R, N] or [E, max_m, N]; written where a row is
+            routed.
         num_blocks: Blocks of the launch, all resident at once.
         seed: Picks the interleaving of threads and the times at which copies land.
         flavour: "fast" runs here, "sanitize" in a process of its own under the address and
@@ -223,10 +249,11 @@ def run_indexed(
         CompileError: g++ is missing or refuses the kernel.
 
     Example:
-        >>> out = torch.zeros(len(ids), packed.n, dtype=torch.bfloat16)
-        >>> run_indexed(DecodeConfig(8, 8, 256, 2), x, packed, routing, out, num_blocks=3)
+        >>> out = torch.zeros(len(x), packed.n, dtype=torch.bfloat16)
+        >>> run(DecodeConfig(8, 8, 256, 2), x, packed, Contiguous(offsets), out, num_blocks=3)
     """
-    compiled = build(config, flavour=flavour, replaced=replaced)
-    launch = indexed_launch(config, x, packed, routing, out, num_blocks)
-    run = run_launch if flavour == LIBRARY else run_program
-    run(compiled, launch, num_blocks, seed)
+    addressing = addressing_of(routing)
+    compiled = build(config, addressing=addressing, flavour=flavour, replaced=replaced)
+    launch = launch_of(config, x, packed, routing, out, num_blocks)
+    launch_it = run_launch if flavour == LIBRARY else run_program
+    launch_it(compiled, launch, num_blocks, seed)

@@ -62,7 +62,35 @@ INDEXED = AddressingLayout(
     ),
 )
 
-_LAYOUTS = {layout.name: layout for layout in (INDEXED,)}
+_CONTIGUOUS_FIELDS = (
+    ("table", "pointer"),
+    ("is_64bit", "int"),
+    ("num_experts", "int"),
+    ("num_rows", "int"),
+)
+CONTIGUOUS_OFFSETS = AddressingLayout(
+    name="ContiguousOffsets",
+    header="addressing/contiguous.cuh",
+    fields=_CONTIGUOUS_FIELDS,
+)
+CONTIGUOUS_INDICES = AddressingLayout(
+    name="ContiguousIndices",
+    header="addressing/contiguous.cuh",
+    fields=_CONTIGUOUS_FIELDS,
+)
+MASKED = AddressingLayout(
+    name="Masked",
+    header="addressing/masked.cuh",
+    fields=(
+        ("counts", "pointer"),
+        ("num_experts", "int"),
+        ("max_rows", "int"),
+    ),
+)
+
+_LAYOUTS = {
+    layout.name: layout for layout in (INDEXED, CONTIGUOUS_OFFSETS, CONTIGUOUS_INDICES, MASKED)
+}
 
 
 def addressing_layout(name: str) -> AddressingLayout:

@@ -75,7 +75,7 @@ def rates(device: DeviceFacts) -> Rates:
 
 def call_bytes(problem: GemmProblem) -> float:
     """Return the bytes that a call has to move: weights of experts with rows, and all rows."""
-    return problem.active_experts * problem.expert_bytes + problem.routed_rows * problem.row_bytes
+    return problem.active_experts * problem.expert_bytes + problem.planned_rows * problem.row_bytes
 
 
 def floor_us(problem: GemmProblem, device: DeviceFacts) -> float:
@@ -103,7 +103,7 @@ def _decode_us(config: DecodeConfig, problem: GemmProblem, device: DeviceFacts) 
         padded_rows += experts * count * 8 * math.ceil(rows / count / 8)
     weight_us = passes * problem.expert_bytes / rate.memory_bytes_per_us
     x_us = padded_rows * feature_tiles * 2 * problem.k / rate.l2_bytes_per_us
-    out_us = problem.routed_rows * 2 * problem.n / rate.memory_bytes_per_us
+    out_us = problem.planned_rows * 2 * problem.n / rate.memory_bytes_per_us
     math_us = 2 * padded_rows * problem.n * problem.k / rate.mma_flop_per_us
     tile_us = passes * feature_tiles * rate.decode_tile_us / device.num_sms
     return rate.launch_us + max(weight_us + x_us + out_us, math_us) + tile_us

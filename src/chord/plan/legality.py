@@ -19,7 +19,7 @@ from chord.plan.problem import GemmProblem
 from chord.weights.layout import UNIT_N, reject_shape
 
 ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
-ADDRESSINGS = ("Indexed",)
+ADDRESSINGS = ("Indexed", "ContiguousOffsets", "ContiguousIndices", "Masked")
 
 # The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
 MAX_TILES = 1 << 19

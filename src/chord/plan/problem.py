@@ -20,8 +20,10 @@ class GemmProblem:
         num_experts: Local experts, E.
         n: Output features, N.
         k: Reduction length, K.
-        routed_rows: Rows of the output, R = M * top_k.
+        routed_rows: Rows of the output: M * top_k, R, or E * max_m. None may be in use.
         addressing: How the kernel finds its rows; a type of kernels/addressing.
+        expected_rows: Rows that the caller expects to be in use, or None for all of them. It
+            changes which kernel is chosen, never what may run.
     """
 
     num_experts: int
@@ -29,11 +31,19 @@ class GemmProblem:
     k: int
     routed_rows: int
     addressing: str = "Indexed"
+    expected_rows: int | None = None
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows to plan for: those expected, and at most those that exist."""
+        if self.expected_rows is None:
+            return self.routed_rows
+        return min(self.expected_rows, self.routed_rows)
 
     @property
     def rows_per_expert(self) -> float:
         """Mean rows of a local expert."""
-        return self.routed_rows / max(self.num_experts, 1)
+        return self.planned_rows / max(self.num_experts, 1)
 
     @property
     def expert_bytes(self) -> int:
@@ -48,7 +58,7 @@ class GemmProblem:
     @property
     def flop(self) -> int:
         """Floating-point operations without padding."""
-        return 2 * self.routed_rows * self.n * self.k
+        return 2 * self.planned_rows * self.n * self.k
 
     @functools.cached_property
     def load_histogram(self) -> tuple[tuple[int, float], ...]:

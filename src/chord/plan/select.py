@@ -50,7 +50,7 @@ class ProfileRow:
         return (
             (self.num_experts, self.n, self.k) == (problem.num_experts, problem.n, problem.k)
             and self.addressing == problem.addressing
-            and self.rows_from <= problem.routed_rows <= self.rows_to
+            and self.rows_from <= problem.planned_rows <= self.rows_to
         )
 
 
