@@ -41,7 +41,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 def ways(values: tuple[int, ...]) -> dict[str, Callable[[], object]]:
     """Return one launch of the same kernel by each way to launch it."""
-    prepared = launch.launcher(CONFIG, "Indexed", 0)
+    prepared = launch.launcher(launch.kernel_key(CONFIG, "Indexed", 0))
     stream = launch.current_stream(0)
     function = ctypes.c_void_p(prepared.kernel.function)
     raw = driver.library().cuLaunchKernel
@@ -51,7 +51,7 @@ def ways(values: tuple[int, ...]) -> dict[str, Callable[[], object]]:
 
     found: dict[str, Callable[[], object]] = {
         "Launcher.launch (cuLaunchKernelEx, structs kept)": lambda: prepared.launch(stream, values),
-        "  of which packing the parameters": lambda: prepared._pack(prepared._params, 0, *values),
+        "  of which packing the parameters": lambda: prepared._pack(*values),
         "  of which the driver's call": prepared._call,
         "cuLaunchKernel through ctypes": lambda: raw(
             function, grid, 1, 1, block, 1, 1, smem, raw_stream, arguments, None
@@ -86,11 +86,12 @@ def main() -> None:
     scales = torch.ones(4, 256, 8, dtype=torch.bfloat16, device="cuda")
     experts = chord.pack_experts(codes, scales)
     x = torch.randn(2, 256, device="cuda").bfloat16()
-    ids = torch.full((2, 2), -1, device="cuda")  # no route: kernels return at once
-    where = chord.routing.align(ids, num_experts=4, block_m=16)
+    routes = torch.full((2, 2), -1, device="cuda")  # no route: kernels return at once
+    where = chord.routing.align(routes, num_experts=4, block_m=16)
     out = torch.empty(4, 256, dtype=torch.bfloat16, device="cuda")
     buffers = (where.sorted_token_ids, where.expert_ids, where.num_tokens_post_padded)
-    partial, flags = launch.scratch_pointers(CONFIG, 0, launch.current_stream(0))
+    prepared = launch.launcher(launch.kernel_key(CONFIG, "Indexed", 0))
+    partial, flags = prepared.scratch_pointers(launch.current_stream(0))
     values = (
         *(t.data_ptr() for t in (x, experts.data, out)),
         *(partial, flags, 4, 256, 256, 0),
@@ -99,12 +100,13 @@ def main() -> None:
     )
     for name, call in ways(values).items():
         print(f"{microseconds(call):7.2f} us  {name}")
+    ids, blocks, used = buffers
     whole: dict[str, Callable[[], object]] = {
         "chord.indexed(out=..., validate=False)": lambda: chord.indexed(
-            x, experts, *buffers, 2, block_m=16, out=out, validate=False
+            x, experts, ids, blocks, used, 2, block_m=16, out=out, validate=False
         ),
         "chord.indexed(validate=False), allocates and clears": lambda: chord.indexed(
-            x, experts, *buffers, 2, block_m=16, validate=False
+            x, experts, ids, blocks, used, 2, block_m=16, validate=False
         ),
         "torch add_ for comparison": lambda: out.add_(1),
     }

@@ -177,11 +177,12 @@ def test_unrouted_rows_of_out_are_left_alone(call: dict[str, Any]) -> None:
 def test_a_config_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from chord import device as devices
     from chord.plan.config import DecodeConfig
+    from chord.plan.problem import GemmProblem
 
     monkeypatch.setattr(devices, "facts_of", lambda index: devices.known("h200"))
     config = DecodeConfig(max_tokens=64, warps=8, block_k=256, stages=8)
     with pytest.raises(InputError, match=r"config=decode .* cannot run on NVIDIA H200: .*bytes"):
-        grouped_gemm._accept(config, (48, 4096, 7168, 64, "Indexed"), 0)
+        grouped_gemm.choose(GemmProblem(48, 4096, 7168, 64), 0, config)
 
 
 def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def set_grid(config: Config, blocks: int) -> None:
     """Make this thread's launches of a configuration use a grid of that many blocks."""
     kernel = launching.load(config, "Indexed", 0)
     launcher = launching.Launcher(kernel, blocks or devices.facts_of(0).num_sms)
-    launching._thread.launchers[config, "Indexed", 0] = launcher
+    launching._thread.launchers[launching.kernel_key(config, "Indexed", 0)] = launcher
 
 
 def count_wrong(config: Config, problem: Launch, given: Operands) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +27,23 @@ from chord.jit.params import addressing_layout
 from chord.jit.source import ENTRY
 from chord.plan.config import Config, shipped_configs
 
-# torch's own compiled code reads streams through these; the public calls cost ten times as much.
-_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-
-def current_stream(index: int) -> int:
-    """Return the handle of torch's current stream on device `index`."""
-    if _current_raw_stream is not None:
-        return int(_current_raw_stream(index))
+def _public_current_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-def is_capturing() -> bool:
-    """Return whether torch's current stream is being captured into a graph."""
-    if _is_capturing is not None:
-        return bool(_is_capturing())
-    return torch.cuda.is_current_stream_capturing()
+# What torch's own compiled code calls; the public functions, which stand in where a release of
+# torch lacks one of these, cost ten times as much.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Return torch's current CUDA device."""
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _public_current_stream
+)
+"""Return the handle of torch's current stream on a device."""
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Return whether torch's current stream is being captured into a graph."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,10 @@ class Launcher:
         driver.make_context_current(kernel.index)
         packer = addressing_layout(kernel.addressing).packer
         self.kernel = kernel
+        self._index = kernel.index
+        self._room = (kernel.config.partial_floats(), kernel.config.warps)
         self._params = ctypes.create_string_buffer(packer.size)
-        self._pack = packer.pack_into
+        self._pack = functools.partial(packer.pack_into, self._params, 0)
         # The driver takes an array of pointers to arguments; ours has one.
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._config = driver.LaunchConfig(
@@ -139,6 +142,28 @@ class Launcher:
             None,
         )
 
+    def scratch_pointers(self, stream: int) -> tuple[int, int]:
+        """Return the addresses of partial sums and flags for a launch on `stream`.
+
+        Args:
+            stream: Handle of torch's current stream on the kernel's device, the current one.
+        """
+        floats, warps = self._room
+        key = (self._index, stream)
+        capture = driver.capture_id(stream) if is_capturing() else None
+        kept = _scratch if capture is None else _captured_scratch
+        scratch = kept.get(key)
+        if (
+            scratch is None
+            or scratch.floats < floats
+            or scratch.warps < warps
+            or scratch.capture != capture
+        ):
+            # The last capture's memory goes back to its pool, where the next graph may take it.
+            kept.pop(key, None)
+            scratch = kept[key] = _allocate(self.kernel, capture)
+        return scratch.pointers
+
     def launch(self, stream: int, values: tuple[int, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
 
@@ -149,34 +174,51 @@ class Launcher:
         Raises:
             CompileError: The driver refuses the launch.
         """
-        self._pack(self._params, 0, *values)
+        self._pack(*values)
         self._config.stream = stream
         result = self._call()
         if result != 0:
             driver.check(result, f"launch {self.kernel.config.label()}")
 
 
+@dataclass(frozen=True, eq=False)
+class KernelKey:
+    """Which kernel, on which device. `kernel_key` makes them: one object for equal fields.
+
+    So keys are compared by identity, and finding a launcher hashes no configuration.
+    """
+
+    config: Config
+    addressing: str
+    index: int
+
+
+@functools.cache
+def kernel_key(config: Config, addressing: str, index: int) -> KernelKey:
+    """Return the key of a kernel on device `index`."""
+    return KernelKey(config, addressing, index)
+
+
 class _Thread(threading.local):
     """What one thread has prepared."""
 
     def __init__(self) -> None:
-        self.launchers: dict[tuple[Config, str, int], Launcher] = {}
+        self.launchers: dict[KernelKey, Launcher] = {}
 
 
 _thread = _Thread()
 
 
-def launcher(config: Config, addressing: str, index: int) -> Launcher:
-    """Return this thread's launcher of a kernel on device `index`, which is the current one.
+def launcher(key: KernelKey) -> Launcher:
+    """Return this thread's launcher of a kernel, whose device is the current one.
 
     Raises:
         CaptureError, CompileError: As `load`.
     """
-    key = (config, addressing, index)
     found = _thread.launchers.get(key)
     if found is None:
-        kernel = load(config, addressing, index)
-        found = Launcher(kernel, devices.facts_of(index).num_sms)
+        kernel = load(key.config, key.addressing, key.index)
+        found = Launcher(kernel, devices.facts_of(key.index).num_sms)
         _thread.launchers[key] = found
     return found
 
@@ -189,60 +231,31 @@ class Scratch:
         partial: fp32, [num_sms, floats of a block]: decode's partial sums.
         flags: int32, [num_sms, warps], zero between launches: decode's flags, prefill's counters.
         capture: Number of the capture that it was allocated in, or None.
+        pointers: Addresses of partial and flags.
+        floats: Floats of partial sums that a block finds room for.
+        warps: Warps of a block that find a flag.
     """
 
     partial: torch.Tensor
     flags: torch.Tensor
-    capture: int | None = None
-
-    @functools.cached_property
-    def pointers(self) -> tuple[int, int]:
-        """Addresses of partial and flags."""
-        return self.partial.data_ptr(), self.flags.data_ptr()
-
-    def fits(self, config: Config) -> bool:
-        """Return whether a launch of `config` finds room."""
-        return (
-            config.partial_floats() <= self.partial.shape[1] and config.warps <= self.flags.shape[1]
-        )
+    capture: int | None
+    pointers: tuple[int, int]
+    floats: int
+    warps: int
 
 
 _scratch: dict[tuple[int, int], Scratch] = {}
 _captured_scratch: dict[tuple[int, int], Scratch] = {}
 
 
-def scratch_pointers(config: Config, index: int, stream: int) -> tuple[int, int]:
-    """Return the addresses of partial sums and flags for a launch on torch's current stream.
-
-    Args:
-        config: What will be launched.
-        index: The current device.
-        stream: Handle of its current stream.
-    """
-    key = (index, stream)
-    if is_capturing():
-        number = driver.capture_id(stream)
-        scratch = _captured_scratch.get(key)
-        if scratch is None or scratch.capture != number or not scratch.fits(config):
-            # Gives the last capture's memory back to its pool, where the next graph may take it.
-            _captured_scratch.pop(key, None)
-            scratch = _captured_scratch[key] = _allocate(config, index, number)
-    else:
-        scratch = _scratch.get(key)
-        if scratch is None or not scratch.fits(config):
-            scratch = _scratch[key] = _allocate(config, index, None)
-    return scratch.pointers
-
-
-def _allocate(config: Config, index: int, capture: int | None) -> Scratch:
-    """Return scratch for the largest shipped configuration, and for `config`."""
-    facts = devices.facts_of(index)
-    shipped = shipped_configs(facts.arch)
-    floats = max(c.partial_floats() for c in (config, *shipped))
-    warps = max(c.warps for c in (config, *shipped))
-    where = torch.device("cuda", index)
-    return Scratch(
-        partial=torch.empty(facts.num_sms, floats, dtype=torch.float32, device=where),
-        flags=torch.zeros(facts.num_sms, warps, dtype=torch.int32, device=where),
-        capture=capture,
-    )
+def _allocate(kernel: LoadedKernel, capture: int | None) -> Scratch:
+    """Return scratch for the largest shipped configuration, and for that of `kernel`."""
+    facts = devices.facts_of(kernel.index)
+    configs = (kernel.config, *shipped_configs(facts.arch))
+    floats = max(config.partial_floats() for config in configs)
+    warps = max(config.warps for config in configs)
+    where = torch.device("cuda", kernel.index)
+    partial = torch.empty(facts.num_sms, floats, dtype=torch.float32, device=where)
+    flags = torch.zeros(facts.num_sms, warps, dtype=torch.int32, device=where)
+    pointers = (partial.data_ptr(), flags.data_ptr())
+    return Scratch(partial, flags, capture, pointers, floats, warps)

@@ -1,13 +1,19 @@
 """Grouped GEMMs with packed experts: check the arguments, choose a kernel, launch it.
 
-`indexed` is public. `run` is below it: one launcher for every kernel and addressing type, which
-also takes an explicit configuration (tuning, tests, benchmarks).
+`indexed` is public. `choose` and `run` are below it, for every kernel and addressing type.
+
+A call is checked in two parts. What follows from shapes, strides, types and devices is checked once
+and remembered, with the kernel chosen: a warm call looks it up. Addresses and, with `validate`, the
+routing's values are checked in every call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -15,6 +21,7 @@ from chord import device as devices
 from chord import reference, routing
 from chord.errors import InputError, UnsupportedError
 from chord.jit import launch as launching
+from chord.jit.launch import KernelKey, kernel_key
 from chord.plan import select
 from chord.plan.config import MAX_SEGMENTS, Config
 from chord.plan.legality import reject
@@ -25,6 +32,35 @@ _LOG = logging.getLogger("chord")
 
 MAX_BLOCK_M = 1024
 _INT_LIMIT = 1 << 31
+_MAX_REMEMBERED = 4096  # calls of about 2 KB each
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is known of a legal call of `indexed` from all but addresses and contents.
+
+    Attributes:
+        num_routes: Rows of the output, M * top_k.
+        block_m: Entries of a block.
+        x_bytes: Size of x.
+        out_bytes: Size of the output.
+        on_cuda: Whether a kernel computes, not the reference.
+        kernel: The kernel to launch; None if there is no row to route.
+        sizes: Numbers of the GEMM's parameters: num_experts, n, k, reserved.
+        counts: Numbers of the addressing's parameters: num_routes, top_k, block_m, num_blocks.
+    """
+
+    num_routes: int
+    block_m: int
+    x_bytes: int
+    out_bytes: int
+    on_cuda: bool
+    kernel: KernelKey | None
+    sizes: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int]
+
+
+_calls: dict[Hashable, _Call] = {}
 
 
 def indexed(
@@ -79,116 +115,147 @@ def indexed(
         ...               where.num_tokens_post_padded, top_k=1, block_m=16).shape
         torch.Size([2, 64])
     """
-    _check_rows(x, experts)
-    if block_m is None:
-        block_m = infer_block_m(sorted_token_ids.numel(), expert_ids.numel())
-    num_routes = _check_routing(
-        x, sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m
+    ids, blocks, used = sorted_token_ids, expert_ids, num_tokens_post_padded
+    weight = experts.data
+    # Whatever `_check_call` looks at. Written out: a helper for each would add a third to the call.
+    # fmt: off
+    facts = (
+        top_k, block_m, config, experts.facts, weight.get_device(),
+        x.shape, x.dtype, x.device, x.is_contiguous(),
+        ids.shape, ids.dtype, ids.get_device(), ids.is_contiguous(),
+        blocks.shape, blocks.dtype, blocks.get_device(), blocks.is_contiguous(),
+        used.shape, used.dtype, used.get_device(),  # its one element is always contiguous
+        None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
     )
-    out = _prepare_out(out, x, num_routes, experts.n)
-    if not x.is_cuda:
+    # fmt: on
+    call = _calls.get(facts)
+    if call is None:
+        call = _check_call(x, experts, (ids, blocks, used), top_k, block_m, out, config)
+        _remember(facts, call)
+    if out is None:
+        out = torch.zeros(call.num_routes, experts.n, dtype=torch.bfloat16, device=x.device)
+    x_at, out_at = x.data_ptr(), out.data_ptr()
+    if (x_at | out_at) & 15 or x_at - call.out_bytes < out_at < x_at + call.x_bytes:
+        _refuse_addresses(x, out)
+    if not call.on_cuda:
         _say_reference_once()
         return reference.indexed(
-            x,
-            experts,
-            sorted_token_ids,
-            expert_ids,
-            num_tokens_post_padded,
-            top_k,
-            out,
-            block_m=block_m,
-            validate=validate,
+            x, experts, ids, blocks, used, top_k, out, block_m=call.block_m, validate=validate
         )
-    if num_routes == 0 or expert_ids.numel() == 0 or sorted_token_ids.numel() == 0:
+    if call.kernel is None:
         return out
     if validate:
         _validate_values(
-            routing.Indexed(sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m),
-            x.shape[0],
-            experts.num_experts,
+            routing.Indexed(ids, blocks, used, top_k, call.block_m), x.shape[0], experts.num_experts
         )
     run(
-        x,
-        experts,
-        out,
-        "Indexed",
-        (
-            sorted_token_ids.data_ptr(),
-            expert_ids.data_ptr(),
-            num_tokens_post_padded.data_ptr(),
-            num_routes,
-            top_k,
-            block_m,
-            expert_ids.numel(),
-        ),
-        config=config,
+        call.kernel,
+        (x_at, weight.data_ptr(), out_at),
+        call.sizes,
+        (ids.data_ptr(), blocks.data_ptr(), used.data_ptr()),
+        call.counts,
     )
     return out
 
 
 def run(
-    x: torch.Tensor,
-    experts: PackedExperts,
-    out: torch.Tensor,
-    addressing: str,
-    values: tuple[int, ...],
-    *,
-    config: Config | None = None,
+    kernel: KernelKey,
+    pointers: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
+    tables: tuple[int, ...],
+    counts: tuple[int, ...],
 ) -> None:
-    """Launch a grouped GEMM on torch's current stream; the arguments have been checked.
+    """Launch a grouped GEMM on torch's current stream of a device; all has been checked.
 
     Args:
-        x: bf16, rows of K.
-        experts: PackedExperts, [E, N, K] inside.
-        out: bf16, [R, N].
-        addressing: How rows are found, a type of kernels/addressing.
-        values: Fields of its parameters, in the order of `chord.jit.params`.
-        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+        kernel: What to launch, from `choose`, and the device.
+        pointers: Addresses of x, the packed weights and the output.
+        sizes: Numbers of the GEMM's parameters, in the order of `chord.jit.params`.
+        tables: Addresses in the addressing's parameters.
+        counts: Numbers in the addressing's parameters.
+
+    Raises:
+        CompileError, CaptureError: As `indexed`.
+    """
+    if kernel.index != launching.current_device():
+        with torch.cuda.device(kernel.index):
+            run(kernel, pointers, sizes, tables, counts)
+        return
+    launcher = launching.launcher(kernel)
+    stream = launching.current_stream(kernel.index)
+    scratch = launcher.scratch_pointers(stream)
+    launcher.launch(stream, (*pointers, *scratch, *sizes, *tables, *counts))
+
+
+def choose(problem: GemmProblem, index: int, config: Config | None = None) -> KernelKey:
+    """Return the kernel that runs `problem` on device `index`: of `config` if it is given.
 
     Raises:
         InputError: `config` cannot run here; says why.
-        UnsupportedError, CompileError, CaptureError: As `indexed`.
+        UnsupportedError: No kernel does this shape on this card.
     """
-    index = x.get_device()
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            run(x, experts, out, addressing, values, config=config)
-        return
-    shape = (experts.num_experts, experts.n, experts.k, out.numel() // experts.n, addressing)
-    chosen = _choose(shape, index) if config is None else _accept(config, shape, index)
-    launcher = launching.launcher(chosen, addressing, index)
-    stream = launching.current_stream(index)
-    partial, flags = launching.scratch_pointers(chosen, index, stream)
-    data = experts.data
-    launcher.launch(
-        stream,
-        (
-            x.data_ptr(),
-            data.data_ptr(),
-            out.data_ptr(),
-            partial,
-            flags,
-            shape[0],
-            shape[1],
-            shape[2],
-            0,
-            *values,
-        ),
-    )
+    chosen = _choose(problem, index) if config is None else _accept(config, problem, index)
+    return kernel_key(chosen, problem.addressing, index)
 
 
 @functools.lru_cache(maxsize=16384)
-def _choose(shape: tuple[int, int, int, int, str], index: int) -> Config:
-    return select.decide(GemmProblem(*shape), devices.facts_of(index)).config
+def _choose(problem: GemmProblem, index: int) -> Config:
+    return select.decide(problem, devices.facts_of(index)).config
 
 
-@functools.lru_cache(maxsize=16384)
-def _accept(config: Config, shape: tuple[int, int, int, int, str], index: int) -> Config:
+def _accept(config: Config, problem: GemmProblem, index: int) -> Config:
     facts = devices.facts_of(index)
-    reason = reject(config, GemmProblem(*shape), facts)
+    reason = reject(config, problem, facts)
     if reason is not None:
         raise InputError(f"config={config.label()} cannot run on {facts.name}: {reason}")
     return config
+
+
+def _remember(facts: tuple[Hashable, ...], call: _Call) -> None:
+    """Keep what was found about a legal call for the next call of the same facts.
+
+    Calls on the CPU are not kept: so a remembered x, and all that has the number of its device, is
+    on CUDA. Nor is what was given as anything but an int, which may change in place.
+    """
+    top_k, block_m = facts[:2]
+    if call.on_cuda and type(top_k) is int and (block_m is None or type(block_m) is int):
+        if len(_calls) >= _MAX_REMEMBERED:
+            _calls.clear()
+        _calls[facts] = call
+
+
+def _check_call(
+    x: torch.Tensor,
+    experts: PackedExperts,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    top_k: int,
+    block_m: int | None,
+    out: torch.Tensor | None,
+    config: Config | None,
+) -> _Call:
+    """Check all of a call of `indexed` but addresses and contents, and choose its kernel."""
+    sorted_token_ids, expert_ids, _ = where
+    _check_rows(x, experts)
+    if block_m is None:
+        block_m = infer_block_m(sorted_token_ids.numel(), expert_ids.numel())
+    num_routes = _check_routing(x, *where, top_k, block_m)
+    if out is not None:
+        _check_out(out, x, num_routes, experts.n)
+    has_work = num_routes > 0 and expert_ids.numel() > 0 and sorted_token_ids.numel() > 0
+    kernel = None
+    if x.is_cuda and has_work:
+        problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_routes, "Indexed")
+        kernel = choose(problem, x.get_device(), config)
+    return _Call(
+        num_routes=num_routes,
+        block_m=block_m,
+        x_bytes=2 * x.numel(),
+        out_bytes=2 * num_routes * experts.n,
+        on_cuda=x.is_cuda,
+        kernel=kernel,
+        sizes=(experts.num_experts, experts.n, experts.k, 0),
+        counts=(num_routes, top_k, block_m, expert_ids.numel()),
+    )
 
 
 def infer_block_m(num_slots: int, num_blocks: int) -> int:
@@ -223,7 +290,7 @@ def _check_rows(x: torch.Tensor, experts: PackedExperts) -> None:
             f"x is {list(x.shape)}, the experts have K={experts.k}; the last dimension of x must "
             f"be K"
         )
-    _check_dense("x", x)
+    _check_contiguous("x", x)
     data = experts.data
     if data.device != x.device:
         raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")
@@ -236,16 +303,11 @@ def _check_rows(x: torch.Tensor, experts: PackedExperts) -> None:
         )
 
 
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise InputError(
             f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}; it must be "
             f"contiguous: pass {name}.contiguous()"
-        )
-    if tensor.data_ptr() % 16:
-        raise InputError(
-            f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned (rows "
-            f"are copied 16 bytes at a time): pass a copy"
         )
 
 
@@ -291,12 +353,8 @@ def _check_routing(
     return num_routes
 
 
-def _prepare_out(
-    out: torch.Tensor | None, x: torch.Tensor, num_routes: int, n: int
-) -> torch.Tensor:
-    """Return the output: the caller's, checked, or a new one of zeros."""
-    if out is None:
-        return torch.zeros(num_routes, n, dtype=torch.bfloat16, device=x.device)
+def _check_out(out: torch.Tensor, x: torch.Tensor, num_routes: int, n: int) -> None:
+    """Check the caller's output, but for its address."""
     if out.dtype is not torch.bfloat16 or out.shape != (num_routes, n):
         raise InputError(
             f"out is {out.dtype} {list(out.shape)}; it must be bf16 [{num_routes}, {n}], a row "
@@ -304,14 +362,21 @@ def _prepare_out(
         )
     if out.device != x.device:
         raise InputError(f"out is on {out.device}, x is on {x.device}; move one of them")
-    _check_dense("out", out)
-    x_bytes, out_bytes = 2 * x.numel(), 2 * out.numel()
-    if x.data_ptr() < out.data_ptr() + out_bytes and out.data_ptr() < x.data_ptr() + x_bytes:
-        raise InputError(
-            f"out {list(out.shape)} overlaps x {list(x.shape)} in memory; rows of x are read "
-            f"while others are written: pass another out"
-        )
-    return out
+    _check_contiguous("out", out)
+
+
+def _refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:
+    """Say what is wrong with the places of x and out."""
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.data_ptr() % 16:
+            raise InputError(
+                f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
+                f"(rows are copied 16 bytes at a time): pass a copy"
+            )
+    raise InputError(
+        f"out {list(out.shape)} overlaps x {list(x.shape)} in memory; rows of x are read while "
+        f"others are written: pass another out"
+    )
 
 
 def _validate_values(where: routing.Indexed, num_tokens: int, num_experts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +78,11 @@ class PackedExperts:
     def num_experts(self) -> int:
         """Number of experts E."""
         return self.data.shape[0]
+
+    @functools.cached_property
+    def facts(self) -> tuple[int, int, int, bool]:
+        """All but place and contents: E, n, k, gate_up_interleaved."""
+        return self.num_experts, self.n, self.k, self.gate_up_interleaved
 
     @property
     def device(self) -> torch.device:
