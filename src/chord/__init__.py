@@ -2,6 +2,8 @@
 
     experts = chord.pack_experts(weight_packed, weight_scale)
     y = chord.indexed(x, experts, sorted_token_ids, expert_ids, num_tokens_post_padded, top_k)
+    y = chord.contiguous(x, experts, expert_offsets)
+    y = chord.masked(x, experts, tokens_per_expert)
 
 `chord.reference` holds the same functions in plain PyTorch. Importing this package touches no GPU;
 names are imported at their first use.
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from chord.ops.grouped_gemm import indexed
+    from chord.ops.grouped_rows import contiguous, masked
     from chord.weights.pack import pack_experts, unpack
     from chord.weights.packed import PackedExperts
 
@@ -37,7 +40,9 @@ __all__ = [
     "PackedExperts",
     "UnsupportedError",
     "__version__",
+    "contiguous",
     "indexed",
+    "masked",
     "pack_experts",
     "reference",
     "routing",
@@ -52,7 +57,9 @@ _HOMES = {
     "InputError": "chord.errors",
     "PackedExperts": "chord.weights.packed",
     "UnsupportedError": "chord.errors",
+    "contiguous": "chord.ops.grouped_rows",
     "indexed": "chord.ops.grouped_gemm",
+    "masked": "chord.ops.grouped_rows",
     "pack_experts": "chord.weights.pack",
     "unpack": "chord.weights.pack",
 }

@@ -12,7 +12,7 @@ import torch
 import chord
 from chord import reference
 from chord.errors import InputError, UnsupportedError
-from chord.ops import grouped_gemm
+from chord.ops import checks, grouped_gemm
 from chord.weights.packed import PackedExperts
 
 E, N, K, M, TOP_K, BLOCK_M = 4, 64, 128, 6, 2, 8
@@ -155,7 +155,7 @@ def test_no_rows_or_no_blocks_give_an_empty_or_zero_result(call: dict[str, Any])
 def test_the_cpu_runs_the_reference_and_says_so_once(
     call: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    grouped_gemm._say_reference_once.cache_clear()
+    checks.say_reference_once.cache_clear()
     with caplog.at_level(logging.WARNING, "chord"):
         first, second = chord.indexed(**call), chord.indexed(**call)
     assert torch.equal(first, reference.indexed(**call)) and torch.equal(first, second)

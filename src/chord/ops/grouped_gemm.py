@@ -10,25 +10,22 @@ routing's values are checked in every call.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
 from chord import device as devices
 from chord import reference, routing
-from chord.errors import InputError, UnsupportedError
+from chord.errors import InputError
 from chord.jit import launch as launching
 from chord.jit.launch import KernelKey, kernel_key
+from chord.ops import checks
 from chord.plan import select
-from chord.plan.config import MAX_SEGMENTS, Config
+from chord.plan.config import Config
 from chord.plan.legality import reject
 from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts
-
-_LOG = logging.getLogger("chord")
 
 MAX_BLOCK_M = 1024
 _INT_LIMIT = 1 << 31
@@ -136,9 +133,9 @@ def indexed(
         out = torch.zeros(call.num_routes, experts.n, dtype=torch.bfloat16, device=x.device)
     x_at, out_at = x.data_ptr(), out.data_ptr()
     if (x_at | out_at) & 15 or x_at - call.out_bytes < out_at < x_at + call.x_bytes:
-        _refuse_addresses(x, out)
+        checks.refuse_addresses(x, out)
     if not call.on_cuda:
-        _say_reference_once()
+        checks.say_reference_once()
         return reference.indexed(
             x, experts, ids, blocks, used, top_k, out, block_m=call.block_m, validate=validate
         )
@@ -235,12 +232,12 @@ def _check_call(
 ) -> _Call:
     """Check all of a call of `indexed` but addresses and contents, and choose its kernel."""
     sorted_token_ids, expert_ids, _ = where
-    _check_rows(x, experts)
+    checks.check_rows(x, experts, "[M, K]")
     if block_m is None:
         block_m = infer_block_m(sorted_token_ids.numel(), expert_ids.numel())
     num_routes = _check_routing(x, *where, top_k, block_m)
     if out is not None:
-        _check_out(out, x, num_routes, experts.n)
+        checks.check_out(out, x, (num_routes, experts.n), "a row for each of the M * top_k routes")
     has_work = num_routes > 0 and expert_ids.numel() > 0 and sorted_token_ids.numel() > 0
     kernel = None
     if x.is_cuda and has_work:
@@ -281,36 +278,6 @@ def infer_block_m(num_slots: int, num_blocks: int) -> int:
     return fitting[0]
 
 
-def _check_rows(x: torch.Tensor, experts: PackedExperts) -> None:
-    """Check x and that the weights fit it."""
-    if x.dtype is not torch.bfloat16 or x.dim() != 2:
-        raise InputError(f"x is {x.dtype} {list(x.shape)}; it must be bf16 [M, K]")
-    if x.shape[1] != experts.k:
-        raise InputError(
-            f"x is {list(x.shape)}, the experts have K={experts.k}; the last dimension of x must "
-            f"be K"
-        )
-    _check_contiguous("x", x)
-    data = experts.data
-    if data.device != x.device:
-        raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")
-    if x.device.type not in ("cuda", "cpu"):
-        raise InputError(f"x is on {x.device}; Chord runs on CUDA, and on the CPU by its reference")
-    if experts.gate_up_interleaved and x.is_cuda:
-        raise UnsupportedError(
-            "experts were packed with interleave_gate_up=True, whose order the plain grouped GEMM "
-            "does not undo; pack them without it"
-        )
-
-
-def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise InputError(
-            f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}; it must be "
-            f"contiguous: pass {name}.contiguous()"
-        )
-
-
 def _check_routing(
     x: torch.Tensor,
     sorted_token_ids: torch.Tensor,
@@ -320,19 +287,12 @@ def _check_routing(
     block_m: int,
 ) -> int:
     """Check what the host knows of the routing; return the number of routes."""
-    device = x.device
     for name, tensor in (
         ("sorted_token_ids", sorted_token_ids),
         ("expert_ids", expert_ids),
         ("num_tokens_post_padded", num_tokens_post_padded),
     ):
-        if tensor.dtype is not torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise InputError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())}; it must be int32, of one dimension and contiguous"
-            )
-        if tensor.device != device:
-            raise InputError(f"{name} is on {tensor.device}, x is on {device}; move one of them")
+        checks.check_table(name, tensor, x, (torch.int32,))
     if num_tokens_post_padded.numel() != 1:
         raise InputError(
             f"num_tokens_post_padded has {num_tokens_post_padded.numel()} elements; it must hold "
@@ -353,49 +313,8 @@ def _check_routing(
     return num_routes
 
 
-def _check_out(out: torch.Tensor, x: torch.Tensor, num_routes: int, n: int) -> None:
-    """Check the caller's output, but for its address."""
-    if out.dtype is not torch.bfloat16 or out.shape != (num_routes, n):
-        raise InputError(
-            f"out is {out.dtype} {list(out.shape)}; it must be bf16 [{num_routes}, {n}], a row "
-            f"for each of the M * top_k routes"
-        )
-    if out.device != x.device:
-        raise InputError(f"out is on {out.device}, x is on {x.device}; move one of them")
-    _check_contiguous("out", out)
-
-
-def _refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:
-    """Say what is wrong with the places of x and out."""
-    for name, tensor in (("x", x), ("out", out)):
-        if tensor.data_ptr() % 16:
-            raise InputError(
-                f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
-                f"(rows are copied 16 bytes at a time): pass a copy"
-            )
-    raise InputError(
-        f"out {list(out.shape)} overlaps x {list(x.shape)} in memory; rows of x are read while "
-        f"others are written: pass another out"
-    )
-
-
 def _validate_values(where: routing.Indexed, num_tokens: int, num_experts: int) -> None:
     """Check the routing's values, and that a launch's table of runs holds them."""
     where.validate(num_tokens, num_experts)
     used = where.expert_ids[: int(where.num_tokens_post_padded.item()) // where.block_m]
-    begins = used >= 0
-    begins[1:] &= used[1:] != used[:-1]
-    runs = int(begins.sum())
-    if runs > MAX_SEGMENTS:
-        raise InputError(
-            f"expert_ids changes from expert to expert {runs} times; blocks of one expert must "
-            f"lie together (a launch holds {MAX_SEGMENTS} runs)"
-        )
-
-
-@functools.cache
-def _say_reference_once() -> None:
-    _LOG.warning(
-        "x is on the CPU: Chord computes with chord.reference, in plain PyTorch and slowly; its "
-        "kernels need tensors on a CUDA GPU (Hopper or Blackwell)"
-    )
+    checks.check_runs("expert_ids", used, "blocks")
