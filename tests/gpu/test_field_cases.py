@@ -1,8 +1,8 @@
 """Field cases 1, 2, 3 and 6 on the card, through chord.indexed.
 
 Case 4 is test_indexed.py, 7 and 8 are test_cold_start.py, 9 is test_graphs.py, 10 test_repack.py.
-Case 5 and the masked and contiguous parts of case 2 (c, d) are not here: they come with the
-kernels' other addressing types. Until then tests/cpu/test_reference.py holds the reference to them.
+Case 5 and what cases 2, 3, 4 and 9 ask of the other two operations is in test_masked.py and
+test_contiguous.py.
 """
 
 from __future__ import annotations
