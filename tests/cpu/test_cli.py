@@ -59,13 +59,18 @@ def test_doctor_names_card_versions_cache_and_variables(monkeypatch: pytest.Monk
 
 def test_explain_names_choice_alternatives_and_rejections() -> None:
     text = run("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "320", "--card", "h200")
-    assert text.startswith("h200 E=48 N=4096 K=7168 routed=320")
+    assert text.startswith("h200 Indexed E=48 N=4096 K=7168 routed=320")
     assert "<-" in text
     assert "can run" in text
     blackwell = run(
         "explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "9000", "--card", "b200"
     )
     assert "decode" in blackwell.splitlines()[1]
+    masked = run(
+        *("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "384", "--card", "h200"),
+        *("--addressing", "Masked"),
+    )
+    assert masked.startswith("h200 Masked E=48 N=4096 K=7168 routed=384")
 
 
 def test_explain_refuses_with_the_rule() -> None:

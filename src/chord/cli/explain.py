@@ -16,10 +16,16 @@ def explain(
     experts: Annotated[int, typer.Option("--experts", "-e", help="Local experts E.")],
     n: Annotated[int, typer.Option("--n", help="Output features N.")],
     k: Annotated[int, typer.Option("--k", help="Reduction length K.")],
-    rows: Annotated[int, typer.Option("--rows", "-r", help="Routed rows R = tokens x top_k.")],
+    rows: Annotated[
+        int, typer.Option("--rows", "-r", help="Routed rows R = tokens x top_k, or rows in use.")
+    ],
     card: Annotated[
         str, typer.Option(help="h100, h200, b200, b300 or sm_90a, ...; default: the card here.")
     ] = "",
+    addressing: Annotated[
+        str,
+        typer.Option(help="Indexed, ContiguousOffsets, ContiguousIndices or Masked."),
+    ] = "Indexed",
 ) -> None:
     """Print the kernel that would run for E, N, K and R, why, and what else was considered."""
     from chord import device
@@ -27,11 +33,11 @@ def explain(
     from chord.plan.problem import GemmProblem
 
     facts = device.known(card) if card else _card_here()
-    problem = GemmProblem(num_experts=experts, n=n, k=k, routed_rows=rows)
+    problem = GemmProblem(num_experts=experts, n=n, k=k, routed_rows=rows, addressing=addressing)
     decision = select.decide(problem, facts)
     floor_us = cost.floor_us(problem, facts)
     console.print(
-        f"{facts.card} E={experts} N={n} K={k} routed={rows} "
+        f"{facts.card} {addressing} E={experts} N={n} K={k} routed={rows} "
         f"({problem.rows_per_expert:.1f} rows an expert), floor {floor_us:.0f} us"
     )
     console.print(
