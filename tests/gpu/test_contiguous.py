@@ -165,8 +165,8 @@ def test_replays_follow_new_counts(config: Config | None, form: str) -> None:
 
 
 @pytest.mark.field_case(3)
-@pytest.mark.parametrize(("n", "k"), [(7168, 256), (512, 7168)])
 @each_choice
+@pytest.mark.parametrize(("n", "k"), [(7168, 256), (512, 7168)])
 def test_rows_past_two_to_the_31(config: Config | None, n: int, k: int) -> None:
     """4.3 GB of outputs, then of inputs: byte 2^31 lies in row 149,796, element 2^31 in 299,593."""
     given, rows = layer(n, k), 299_600
