@@ -154,7 +154,7 @@ BOTH = (
         "addressing/indexed.cuh",
         "return output_row / p.top_k;",
         "return output_row;",
-        r"copies .*at byte -?\d+, which is outside every tensor",
+        r"copies from .*x \(\d+ bytes\) at byte \d+, which is outside every tensor",
     ),
     # --- barriers of block and warp, votes
     Fault(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from chord.weights.packed import PackedExperts
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
 INPUT, OUTPUT, PARTIAL, FLAGS = range(4)
 _ERROR_BYTES = 1 << 20
+_GUARD_BYTES = 64 << 20
 _FLAGS_PER_BLOCK = 8  # one a multiplying warp
 
 
@@ -67,6 +69,23 @@ def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Ten
     return partial, torch.zeros(num_blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
 
 
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to memory of its own, far from every other tensor of a launch.
+
+    An address beyond one tensor is then outside all of them, wherever the allocator put them.
+
+    Args:
+        tensor: Any CPU tensor; one without elements is returned as it is.
+    """
+    if tensor.numel() == 0:
+        return tensor
+    size = tensor.numel() * tensor.element_size()
+    memory = mmap.mmap(-1, size + 2 * _GUARD_BYTES)  # pages that nobody touches cost nothing
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=_GUARD_BYTES)
+    copy.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    return copy.view(tensor.dtype).view(tensor.shape)
+
+
 Routing = Indexed | Contiguous | Masked
 
 
@@ -84,17 +103,17 @@ def _addressing_values(
     sizes: tuple[int, ...]
     if isinstance(routing, Indexed):
         tables = [
-            (name, getattr(routing, name))
+            (name, alone(getattr(routing, name)))
             for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
         ]
         sizes = (out.shape[0], routing.top_k, routing.block_m, routing.expert_ids.numel())
     elif isinstance(routing, Contiguous):
         name = "m_indices" if routing.expert_offsets is None else "expert_offsets"
-        table = getattr(routing, name)
+        table = alone(getattr(routing, name))
         tables = [(name, table)]
         sizes = (int(table.dtype is torch.int64), packed.num_experts, x.shape[0])
     else:
-        tables = [("tokens_per_expert", routing.tokens_per_expert)]
+        tables = [("tokens_per_expert", alone(routing.tokens_per_expert))]
         sizes = (packed.num_experts, x.shape[1])
     return (*(table.data_ptr() for _, table in tables), *sizes), tables
 
@@ -107,7 +126,7 @@ def launch_of(
     out: torch.Tensor,
     num_blocks: int,
 ) -> Launch:
-    """Pack the parameters of a launch.
+    """Pack the parameters of a launch, and copy its tensors to memory of their own.
 
     Args:
         config: The configuration.
@@ -117,11 +136,12 @@ def launch_of(
         out: bfloat16, [M * top_k, N], [R, N] or [E, max_m, N].
         num_blocks: Blocks of the launch.
     """
-    partial, flags = scratch_of(config, num_blocks)
+    partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
+    x, data, out = alone(x), alone(packed.data), alone(out)
     values, tables = _addressing_values(x, packed, routing, out)
     params = addressing_layout(addressing_of(routing)).packer.pack(
         x.data_ptr(),
-        packed.data.data_ptr(),
+        data.data_ptr(),
         out.data_ptr(),
         partial.data_ptr(),
         flags.data_ptr(),
@@ -133,7 +153,7 @@ def launch_of(
     )
     tensors = [
         ("x", x, INPUT),
-        ("weight", packed.data, INPUT),
+        ("weight", data, INPUT),
         ("out", out, OUTPUT),
         ("partial", partial, PARTIAL),
         ("flags", flags, FLAGS),
@@ -257,3 +277,4 @@ def run(
     launch = launch_of(config, x, packed, routing, out, num_blocks)
     launch_it = run_launch if flavour == LIBRARY else run_program
     launch_it(compiled, launch, num_blocks, seed)
+    out.copy_(next(tensor for name, tensor, _ in launch.tensors if name == "out"))
