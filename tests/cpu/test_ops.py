@@ -208,3 +208,10 @@ def test_experts_are_frozen(call: dict[str, Any]) -> None:
     experts: PackedExperts = call["experts"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         experts.n = 1  # type: ignore[misc]
+
+
+def test_a_raw_tensor_is_not_experts() -> None:
+    rows = torch.zeros(2, 64, dtype=torch.bfloat16)
+    ids = torch.zeros(16, dtype=torch.int32)
+    with pytest.raises(InputError, match="experts is a Tensor, not PackedExperts"):
+        chord.indexed(rows, rows, ids, ids[:1], ids[:1], 1, block_m=16)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ Job = tuple[str, "Config", str]  # architecture, configuration, addressing
 
 def compile_ahead(
     arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, sm_103a, or all.")] = "all",
-    jobs: Annotated[int, typer.Option(help="Worker processes; 0 takes one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Worker processes; 0 takes one a core.")] = 0,
 ) -> None:
     """Compile every shipped configuration; fail on an error, a spill or a stack frame."""
     work = _work(arch)

@@ -18,7 +18,7 @@ LIMIT = 2e-2
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(help="Tokens to route.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to route.")] = 64,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the best here.")] = "",
 ) -> None:
     """Make a small MoE layer, pack it, route tokens, run it, and compare with FP64."""
@@ -29,7 +29,7 @@ def demo(
     from chord.bench.small_layer import LayerShape, expected_output, run_layer, write_checkpoint
     from chord.weights import checkpoints
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = _choose_device(device)
     name = torch.cuda.get_device_name() if where == "cuda" else "CPU, plain PyTorch (no GPU used)"
     console.print(f"[bold]chord {chord.__version__}[/] on {name}")
     shape = LayerShape()
@@ -98,3 +98,15 @@ def demo(
     console.print(f"{verdict}: worst token is off by {error:.1e} (limit {LIMIT:.0e})")
     if not error <= LIMIT:
         raise typer.Exit(1)
+
+
+def _choose_device(asked: str) -> str:
+    import torch
+
+    from chord.errors import InputError, UnsupportedError
+
+    if asked not in ("", "cpu", "cuda"):
+        raise InputError(f"device {asked!r} is not one of cpu, cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("PyTorch sees no GPU here; leave --device out, or say --device cpu")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -75,7 +75,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     An address beyond one tensor is then outside all of them, wherever the allocator put them.
 
     Args:
-        tensor: Any CPU tensor; one without elements is returned as it is.
+        tensor: any dtype, any shape, on the CPU; one without elements is returned as it is.
     """
     if tensor.numel() == 0:
         return tensor

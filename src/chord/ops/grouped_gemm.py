@@ -113,6 +113,11 @@ def indexed(
         torch.Size([2, 64])
     """
     ids, blocks, used = sorted_token_ids, expert_ids, num_tokens_post_padded
+    if not isinstance(experts, PackedExperts):
+        raise InputError(
+            f"experts is a {type(experts).__name__}, not PackedExperts; pack it with "
+            f"chord.pack_experts"
+        )
     weight = experts.data
     # Whatever `_check_call` looks at. Written out: a helper for each would add a third to the call.
     # fmt: off
