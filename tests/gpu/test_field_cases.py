@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from indexed import launch
 
 import cases
-import chord
 import tolerance
 from chord.plan.config import Config, shipped_configs
-from chord.routing import Indexed, align
+from chord.routing import align
 from chord.weights import PackedExperts, pack_experts
 from chord.weights.checkpoints import slice_features, slice_reduction
 from chord.weights.layout import buffer_shape
@@ -30,28 +30,6 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: conf
 each_choice = pytest.mark.parametrize(
     "config", (None, *CONFIGS), ids=lambda config: config.label() if config else "planned"
 )
-
-
-def launch(
-    x: torch.Tensor,
-    experts: PackedExperts,
-    where: Indexed,
-    out: torch.Tensor | None = None,
-    *,
-    config: Config | None = None,
-) -> torch.Tensor:
-    return chord.indexed(
-        x,
-        experts,
-        where.sorted_token_ids,
-        where.expert_ids,
-        where.num_tokens_post_padded,
-        where.top_k,
-        block_m=where.block_m,
-        out=out,
-        validate=False,
-        config=config,
-    )
 
 
 @functools.cache

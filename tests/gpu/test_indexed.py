@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from indexed import launch
 
 import cases
-import chord
 import tolerance
 from chord.plan.config import Config, shipped_configs
 from chord.routing import Indexed, align
@@ -50,28 +50,6 @@ def over_allocated(where: Indexed) -> Indexed:
         where,
         sorted_token_ids=torch.cat((routes, routes.new_zeros(EXTRA_BLOCKS * where.block_m))),
         expert_ids=torch.cat((experts, experts.new_zeros(EXTRA_BLOCKS))),
-    )
-
-
-def launch(
-    x: torch.Tensor,
-    experts: PackedExperts,
-    where: Indexed,
-    out: torch.Tensor | None = None,
-    *,
-    config: Config | None = None,
-) -> torch.Tensor:
-    return chord.indexed(
-        x,
-        experts,
-        where.sorted_token_ids,
-        where.expert_ids,
-        where.num_tokens_post_padded,
-        where.top_k,
-        block_m=where.block_m,
-        out=out,
-        validate=False,
-        config=config,
     )
 
 
