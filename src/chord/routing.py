@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chord.arguments import check_readable, check_tensor, whole_number
 from chord.errors import InputError
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -21,6 +22,7 @@ _INTEGERS = (torch.int32, torch.int64)
 def _check_vector(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
+    check_tensor(name, tensor)
     if tensor.dtype not in dtypes or tensor.dim() != 1 or not tensor.is_contiguous():
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise InputError(
@@ -38,8 +40,8 @@ def _check_expert_ids(name: str, ids: torch.Tensor, num_experts: int) -> None:
     low, high = (int(value) for value in torch.aminmax(ids))
     if low < -1 or high >= num_experts:
         raise InputError(
-            f"{name} holds ids from {low} to {high}; local expert ids are 0..{num_experts - 1}, "
-            f"and -1 for none"
+            f"{name} holds ids from {low} to {high}; they must be 0..{num_experts - 1}, or -1 "
+            f"for none"
         )
 
 
@@ -68,6 +70,7 @@ class Indexed:
     block_m: int
 
     def __post_init__(self) -> None:
+        check_tensor("sorted_token_ids", self.sorted_token_ids)
         device = self.sorted_token_ids.device
         for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"):
             _check_vector(name, getattr(self, name), (torch.int32,), device)
@@ -76,8 +79,9 @@ class Indexed:
                 f"num_tokens_post_padded has {self.num_tokens_post_padded.numel()} elements; "
                 f"it must hold the one number of used slots"
             )
-        if self.top_k < 1 or self.block_m < 1:
-            raise InputError(f"top_k={self.top_k}, block_m={self.block_m}: both must be at least 1")
+        top_k, block_m = (whole_number(name, getattr(self, name)) for name in ("top_k", "block_m"))
+        if top_k < 1 or block_m < 1:
+            raise InputError(f"top_k={top_k}, block_m={block_m}: both must be at least 1")
 
     def validate(self, num_tokens: int, num_experts: int) -> None:
         """Check every value that a kernel would read; waits for the device.
@@ -87,8 +91,11 @@ class Indexed:
             num_experts: local experts of the weight.
 
         Raises:
-            InputError: a value out of range, or a route that appears twice.
+            InputError: a value out of range, a route that appears twice, or buffers that show
+                another block_m.
         """
+        for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"):
+            check_readable(name, getattr(self, name))
         num_routes = num_tokens * self.top_k
         used = int(self.num_tokens_post_padded.item())
         slots = self.sorted_token_ids.numel()
@@ -105,8 +112,8 @@ class Indexed:
             )
         block_experts = self.expert_ids[:num_blocks]
         _check_expert_ids("expert_ids", block_experts, num_experts)
-        ids = self.sorted_token_ids[:used].view(num_blocks, self.block_m)[block_experts >= 0]
-        ids = ids.flatten().long()
+        blocks = (block_experts >= 0).nonzero().flatten()
+        ids = self.sorted_token_ids[:used].view(num_blocks, self.block_m)[blocks].long()
         if not ids.numel():
             return
         low, high = (int(value) for value in torch.aminmax(ids))
@@ -116,13 +123,58 @@ class Indexed:
                 f"0..{num_routes - 1} ({num_tokens} rows, top_k={self.top_k}) and the pad id is "
                 f"{num_routes}"
             )
-        uses = torch.bincount(ids, minlength=num_routes + 1)[:num_routes]
+        uses = torch.bincount(ids.flatten(), minlength=num_routes + 1)[:num_routes]
         if bool((uses > 1).any()):
             route = int(uses.argmax())
             raise InputError(
                 f"sorted_token_ids holds route {route} {int(uses[route])} times; "
                 f"a route has one output row, so it may appear once"
             )
+        is_route = ids < num_routes
+        late = (is_route[:, 1:] & ~is_route[:, :-1]).any(1)
+        if bool(late.any()):
+            block = int(blocks[int(late.int().argmax())])
+            raise InputError(
+                f"sorted_token_ids has a route after padding in block {block} (slots "
+                f"{block * self.block_m}..{(block + 1) * self.block_m - 1}, block_m="
+                f"{self.block_m}); padding ends a block: is block_m that of the buffers?"
+            )
+        self._check_block_m(used)
+
+    def _check_block_m(self, used: int) -> None:
+        """Refuse a block_m that the buffers contradict where another one explains them.
+
+        Buffers may be larger than what is used, so their lengths alone prove nothing. But if they
+        fit another power of two and not block_m, the experts' ids decide: those of the blocks in
+        use ascend, and do not go on beyond them.
+        """
+        slots, named = self.sorted_token_ids.numel(), self.expert_ids.numel()
+        if -(-slots // self.block_m) == named:
+            return
+        ids = self.expert_ids.tolist()
+        given = used // self.block_m
+        for other in (1 << bits for bits in range(slots.bit_length() + 1)):
+            if -(-slots // other) != named or used % other:
+                continue
+            meant = used // other
+            if meant > given:
+                is_wrong = max(ids[given:meant]) >= 0 and _ascends(ids[:meant])
+            else:
+                is_wrong = min(ids[meant:given], default=0) < 0 or not _ascends(ids[:given])
+            if is_wrong:
+                raise InputError(
+                    f"block_m={self.block_m} makes {given} blocks of num_tokens_post_padded="
+                    f"{used}, but the lengths of sorted_token_ids ({slots}) and expert_ids "
+                    f"({named}) fit block_m={other}, and so do the ids of its {meant} blocks; pass "
+                    f"the block_m that they were made with (or expert_ids[:{given}], if that is "
+                    f"{self.block_m})"
+                )
+
+
+def _ascends(ids: list[int]) -> bool:
+    """Tell whether the ids of at least 0 ascend."""
+    owned = [expert for expert in ids if expert >= 0]
+    return owned == sorted(owned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +200,14 @@ class Contiguous:
             )
         if self.expert_offsets is not None:
             offsets = self.expert_offsets
+            check_tensor("expert_offsets", offsets)
             _check_vector("expert_offsets", offsets, _INTEGERS, offsets.device)
             if offsets.numel() < 2:
                 raise InputError(
                     f"expert_offsets has {offsets.numel()} elements; E experts need E + 1 offsets"
                 )
         if self.m_indices is not None:
+            check_tensor("m_indices", self.m_indices)
             _check_vector("m_indices", self.m_indices, _INTEGERS, self.m_indices.device)
 
     def validate(self, num_rows: int, num_experts: int) -> None:
@@ -168,6 +222,7 @@ class Contiguous:
         """
         if self.expert_offsets is not None:
             offsets = self.expert_offsets
+            check_readable("expert_offsets", offsets)
             if offsets.numel() != num_experts + 1:
                 raise InputError(
                     f"expert_offsets has {offsets.numel()} elements; {num_experts} experts need "
@@ -184,6 +239,7 @@ class Contiguous:
                 )
         if self.m_indices is not None:
             indices = self.m_indices
+            check_readable("m_indices", indices)
             if indices.numel() != num_rows:
                 raise InputError(
                     f"m_indices has {indices.numel()} elements; x has {num_rows} rows, one each"
@@ -211,8 +267,9 @@ class Masked:
 
     def __post_init__(self) -> None:
         tokens = self.tokens_per_expert
+        check_tensor("tokens_per_expert", tokens)
         _check_vector("tokens_per_expert", tokens, (torch.int32,), tokens.device)
-        if self.expected is not None and self.expected < 0:
+        if self.expected is not None and whole_number("expected", self.expected) < 0:
             raise InputError(f"expected={self.expected} must not be negative; leave it out")
 
     def validate(self, max_rows: int, num_experts: int) -> None:
@@ -226,6 +283,7 @@ class Masked:
             InputError: a wrong length or a count outside 0..max_rows.
         """
         tokens = self.tokens_per_expert
+        check_readable("tokens_per_expert", tokens)
         if tokens.numel() != num_experts:
             raise InputError(
                 f"tokens_per_expert has {tokens.numel()} elements; the weight has {num_experts} "
@@ -244,13 +302,17 @@ def align(
     num_experts: int,
     block_m: int,
     expert_map: torch.Tensor | None = None,
+    validate: bool | None = None,
 ) -> Indexed:
     """Sort routes by expert and pad each expert to whole blocks, without a wait for the device.
 
-    The meaning is that of vLLM's `moe_align_block_size` with invalid experts ignored: routes
-    whose id is -1 (or not below num_experts), or whose expert the map gives to another rank, are
-    dropped. Routes of one expert keep their order; experts stand in the order of their local ids.
-    Sizes depend on shapes alone, so the call can be captured in a CUDA graph.
+    Routes of id -1, and those whose expert the map gives to another rank, are dropped. Routes of
+    one expert keep their order; experts stand in the order of their local ids. Sizes depend on
+    shapes alone, so the call can be captured in a CUDA graph.
+
+    An id that is neither -1 nor an expert is an error, here as in `chord.reference.fused_moe`. To
+    see one the host has to wait for the device, which this call is there to avoid: so it is looked
+    for on the CPU, or on request, and otherwise dropped, as vLLM's `moe_align_block_size` does.
 
     Args:
         topk_ids: int32 or int64, [T, top_k], expert of each route.
@@ -258,13 +320,15 @@ def align(
             local ones.
         block_m: slots of a block.
         expert_map: int32 or int64, [num_experts], local index of each expert or -1.
+        validate: check the values of both tensors, which waits for the device; None does so where
+            nothing has to wait, on the CPU.
 
     Returns:
         Indexed with sorted_token_ids [T * top_k + num_experts * (block_m - 1)], filled up with
         the pad id T * top_k, and local expert_ids, -1 beyond the last used block.
 
     Raises:
-        InputError: a wrong dtype, shape or device.
+        InputError: a wrong dtype, shape or device, or a checked value out of range.
 
     Example:
         >>> import torch
@@ -275,6 +339,8 @@ def align(
         tensor([ 0,  1, -1], dtype=torch.int32)
     """
     _check_topk_ids(topk_ids)
+    num_experts = whole_number("num_experts", num_experts)
+    block_m = whole_number("block_m", block_m)
     if num_experts < 1 or block_m < 1:
         raise InputError(f"num_experts={num_experts}, block_m={block_m}: both must be at least 1")
     if expert_map is not None:
@@ -284,6 +350,11 @@ def align(
                 f"expert_map has {expert_map.numel()} elements; num_experts={num_experts} needs "
                 f"one for each"
             )
+    if validate or (validate is None and topk_ids.device.type == "cpu"):
+        check_readable("topk_ids", topk_ids)
+        _check_expert_ids("topk_ids", topk_ids, num_experts)
+        if expert_map is not None:
+            _check_expert_ids("expert_map", expert_map, num_experts)
     device = topk_ids.device
     num_routes = topk_ids.numel()
     capacity = num_routes + num_experts * (block_m - 1)
@@ -345,6 +416,7 @@ def local_experts(
 
 
 def _check_topk_ids(topk_ids: torch.Tensor) -> None:
+    check_tensor("topk_ids", topk_ids)
     if topk_ids.dtype not in _INTEGERS or topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
         raise InputError(
             f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; it must be int32 or int64 "

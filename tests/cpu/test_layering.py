@@ -17,7 +17,7 @@ MAX_COLUMNS, MAX_FILE_LINES, MAX_FUNCTION_LINES = 100, 600, 80
 
 # A module may import modules of a lower layer and of its own name; the lowest layer is open inside.
 LAYERS = (
-    ("errors", "env", "device", "timing"),
+    ("errors", "arguments", "env", "device", "timing"),
     ("weights", "routing"),
     ("plan", "reference"),
     ("jit",),
@@ -27,7 +27,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-REFERENCE_MAY_IMPORT = {"errors", "weights", "routing", "reference"}
+REFERENCE_MAY_IMPORT = {"errors", "arguments", "weights", "routing", "reference"}
 
 PYTHON = sorted(p for p in PACKAGE.rglob("*.py") if PACKAGE / "kernels" not in p.parents)
 KERNELS = sorted((PACKAGE / "kernels").rglob("*.cuh"))

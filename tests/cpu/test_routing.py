@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,6 +68,7 @@ def test_align_is_the_plain_loop(
         num_experts=num_experts,
         block_m=block_m,
         expert_map=None if expert_map is None else torch.tensor(expert_map, dtype=dtype),
+        validate=False,
     )
     slots, experts, used = align_by_loop(ids, num_experts, block_m, expert_map)
     assert result.sorted_token_ids.tolist() == slots
@@ -153,6 +158,55 @@ def test_align_refuses_other_arguments() -> None:
         )
 
 
+def test_align_refuses_ids_of_no_expert_where_it_need_not_wait() -> None:
+    """As chord.reference.fused_moe does; on request also where it waits; else they are dropped."""
+    ids = torch.tensor([[0, 4], [-1, 3]])
+    for validate in (None, True):
+        with pytest.raises(InputError, match=r"topk_ids holds ids from -1 to 4; .*0\.\.3, or -1"):
+            align(ids, num_experts=4, block_m=2, validate=validate)
+    dropped = align(ids, num_experts=4, block_m=2, validate=False)
+    assert dropped.sorted_token_ids[:4].tolist() == [0, 4, 3, 4]
+    far = torch.tensor([0, -1, 9, 1])
+    with pytest.raises(InputError, match="expert_map holds ids from -1 to 9"):
+        align(ids.clamp(max=3), num_experts=4, block_m=2, expert_map=far)
+    with pytest.raises(InputError, match=r"topk_ids \[2, 2\] is on the meta device"):
+        align(ids.to("meta"), num_experts=4, block_m=2, validate=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "topk_ids is None, not a torch.Tensor"),
+        ([[0, 1]], r"topk_ids is the list \[\[0, 1\]\], not a torch.Tensor; pass torch.tensor"),
+        (np.zeros((1, 2), np.int32), r"a numpy.ndarray of int32 \[1, 2\].*torch.from_numpy"),
+        (torch.zeros(1, 2, dtype=torch.int32).to_sparse(), r"is a sparse_coo tensor \[1, 2\]"),
+    ],
+)
+def test_what_is_not_a_dense_tensor_is_named(value: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        align(value, num_experts=4, block_m=2)
+    good = torch.zeros(1, dtype=torch.int32)
+    for call in (
+        lambda: Indexed(value, good, good, 1, 1),
+        lambda: Indexed(good, value, good, 1, 1),
+        lambda: Contiguous(m_indices=value) if value is not None else Masked(value),
+        lambda: Masked(value),
+    ):
+        with pytest.raises(InputError, match=words.removeprefix("topk_ids ")):
+            call()
+
+
+@pytest.mark.parametrize("number", ["2", 2.0, None])
+def test_what_counts_is_a_whole_number(number: Any) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(InputError, match=r"block_m is .*; it must be a whole number"):
+        align(ids, num_experts=4, block_m=number)
+    with pytest.raises(InputError, match=r"num_experts is .*; it must be a whole number"):
+        align(ids, num_experts=number, block_m=4)
+    with pytest.raises(InputError, match=r"top_k is .*; it must be a whole number"):
+        Indexed(ids[0], ids[0], ids[0, :1], number, 1)
+
+
 # --- Indexed ------------------------------------------------------------------------------------
 
 
@@ -175,7 +229,7 @@ def test_indexed_reads_only_the_valid_prefix() -> None:
         ([0, 1], [0], 4, r"num_tokens_post_padded=4 .* 0\.\.2"),
         ([0, 1], [0], -2, "num_tokens_post_padded=-2"),
         ([0, 1, 2, 3], [0], 4, "expert_ids has 1 entries; .* needs 2"),
-        ([0, 1], [2], 2, r"expert_ids holds ids from 2 to 2; local expert ids are 0\.\.1"),
+        ([0, 1], [2], 2, r"expert_ids holds ids from 2 to 2; they must be 0\.\.1, or -1"),
         ([0, 1], [-2], 2, "expert_ids holds ids from -2"),
         ([-1, 1], [0], 2, "sorted_token_ids holds ids from -1 to 1"),
         ([0, 4], [0], 2, r"sorted_token_ids holds ids from 0 to 4; .* 0\.\.2.*pad id is 3"),
@@ -185,6 +239,58 @@ def test_indexed_reads_only_the_valid_prefix() -> None:
 def test_indexed_values(slots: list[int], experts: list[int], used: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         indexed(slots, experts, used).validate(3, 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.lists(st.integers(-1, 7), min_size=2, max_size=2), min_size=1, max_size=24),
+    block_m=st.sampled_from([2, 4, 8, 16]),
+    claimed=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    filling=st.sampled_from([-1, 0]),
+    extra=st.integers(0, 3),
+)
+def test_another_block_m_gives_the_same_experts_or_is_refused(
+    ids: list[list[int]], block_m: int, claimed: int, filling: int, extra: int
+) -> None:
+    """num_tokens_post_padded may well divide; what lies behind the blocks in use is not read."""
+    where = align(torch.tensor(ids), num_experts=8, block_m=block_m)
+    used = int(where.num_tokens_post_padded)
+    experts = where.expert_ids.clone()
+    experts[used // block_m :] = filling
+    where = replace(
+        where,
+        expert_ids=torch.cat((experts, experts.new_full((extra,), filling))),
+        sorted_token_ids=torch.cat(
+            (where.sorted_token_ids, where.sorted_token_ids.new_zeros(extra * block_m))
+        ),
+    )
+    where.validate(len(ids), 8)
+    other = replace(where, block_m=claimed)
+    try:
+        other.validate(len(ids), 8)
+    except InputError:
+        assert claimed != block_m
+        return
+    assert experts_of_routes(other, 2 * len(ids)) == experts_of_routes(where, 2 * len(ids))
+
+
+def experts_of_routes(where: Indexed, num_routes: int) -> dict[int, int]:
+    """The meaning of the buffers, route by route."""
+    slots = where.sorted_token_ids[: int(where.num_tokens_post_padded)].tolist()
+    blocks = [where.expert_ids[slot // where.block_m].item() for slot in range(len(slots))]
+    return {r: e for r, e in zip(slots, blocks, strict=True) if e >= 0 and r < num_routes}
+
+
+def test_longer_buffers_and_blocks_of_padding_are_legal() -> None:
+    """Each buffer may be longer alone, and a caller may give an expert blocks that hold nothing."""
+    indexed([0, 3, 3, 3, 1, 2], [0, 0, 1], used=6).validate(3, 2)
+    indexed([0, 3, 3, 3, 1, 2, 9, 9, 9, 9, 9], [0, 0, 1], used=6).validate(3, 2)
+    for tail in ([-1] * 3, [0] * 3, [7, 0, 99], [5, 5, 5, 5, 5, 5, 5, 5]):
+        indexed([0, 3, 3, 3, 1, 2], [0, 0, 1, *tail], used=6).validate(3, 2)
+    with pytest.raises(InputError, match=r"after padding in block 2 \(slots 4\.\.5, block_m=2"):
+        indexed([0, 1, 7, 0, 3, 2], [0, -1, 1], used=6).validate(3, 2)
+    with pytest.raises(InputError, match=r"block_m=2 makes 2 blocks .*fit block_m=1, .* 4 blocks"):
+        indexed([0, 1, 2, 3], [0, 1, 2, 3], used=4).validate(4, 4)
 
 
 def test_indexed_construction() -> None:
