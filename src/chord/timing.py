@@ -21,15 +21,22 @@ FLUSH_BYTES = 256 * 1024 * 1024
 
 WARMUP_MS = 25.0
 REPEAT_MS = 100.0
-METHOD = (
-    f"CUDA events around single calls, median over about {REPEAT_MS:g} ms of calls after "
-    f"{WARMUP_MS:g} ms of warm-up, cold L2 ({FLUSH_BYTES >> 20} MiB written before each call)"
-)
-"""How `measure` times by default, in words, for records."""
-
 _ESTIMATE_CALLS = 5
 
 Call = Callable[[], object]
+
+
+def method(repeat_ms: float = REPEAT_MS, warmup_ms: float = WARMUP_MS) -> str:
+    """Say in words how `measure` times with a cold L2, for records.
+
+    Args:
+        repeat_ms: Time spent on timed calls.
+        warmup_ms: Time spent on calls before them.
+    """
+    return (
+        f"CUDA events around single calls, median over about {repeat_ms:g} ms of calls after "
+        f"{warmup_ms:g} ms of warm-up, cold L2 ({FLUSH_BYTES >> 20} MiB written before each call)"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from chord.bench import floors, operands, scenarios
+from chord.bench import cliffs, floors, operands, records, scenarios
 from chord.bench.peers import load_peer
 from chord.errors import InputError, UnsupportedError
 
 
-def case(suite_name: str, projection: str, tokens: int) -> scenarios.Case:
+def case(suite_name: str, projection: str, tokens: int, series: str = "") -> scenarios.Case:
     suite = scenarios.suite_named(suite_name)
     wanted = next(p for p in suite.projections if p.name == projection)
-    return next(c for c in scenarios.cases(suite, wanted) if c.tokens == tokens)
+    found = scenarios.cases(suite, wanted)
+    return next(c for c in found if (c.tokens, c.series.name) == (tokens, series))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,62 @@ def test_row_error_sees_one_bad_row(damage: str, low: float, high: float | None)
     assert high is None or error < high
 
 
+def test_sizes_are_those_of_the_models() -> None:
+    for suite in scenarios.SUITES.values():
+        names = [projection.name for projection in suite.projections]
+        assert names in (["gate_up", "down"], ["gate_up"])
+        for projection in suite.projections:
+            assert projection.k % scenarios.GROUP_SIZE == 0
+        assert len({series.name for series in suite.series}) == len(suite.series)
+        counts = [c for p in suite.projections for c in scenarios.cases(suite, p)]
+        assert len(counts) == suite.num_cases
+        assert 0 < suite.expected_seconds(2) < 120
+    (glm, _) = scenarios.layer(5120, 1536)
+    assert (glm.n, glm.k) == (3072, 5120)
+    (_, down) = scenarios.layer(7168, 2048, tp=8)
+    assert (down.n, down.k) == (7168, 256)
+
+
+@pytest.mark.parametrize(
+    ("loads", "largest"), [("third", 54), ("one", 160), ("random", 7)], ids=lambda v: str(v)
+)
+def test_skewed_routing(loads: scenarios.Loads, largest: int) -> None:
+    series = scenarios.Series((20,), loads=loads)
+    suite = scenarios.Suite("t", 48, (scenarios.Projection("gate_up", 64, 64),), (series,))
+    (only,) = scenarios.cases(suite, suite.projections[0])
+    ids = scenarios.route_case(only, "cpu")
+    counts = ids.flatten().bincount(minlength=48)
+    assert ids.shape == (20, 8)
+    assert int(counts.sum()) == only.num_routes == 160
+    assert largest <= int(counts.max()) <= largest + 4
+
+
+def test_a_sweep_only_ever_adds_rows() -> None:
+    counts = scenarios.sweep_counts()
+    assert counts[:3] == (1, 2, 3)
+    assert counts[-1] == 20_000
+    assert all(b == a + 1 or b <= 1.08 * a for a, b in itertools.pairwise(counts))
+    series = scenarios.Series((1, 7, 8, 9, 100), loads="nested")
+    suite = scenarios.Suite("t", 12, (scenarios.Projection("gate_up", 64, 64),), (series,))
+    loads = []
+    for one in scenarios.cases(suite, suite.projections[0]):
+        ids = scenarios.route_case(one, "cpu")
+        assert int((ids >= 0).sum()) == one.num_routes == one.tokens
+        assert ids.shape == (one.num_inputs, 8)
+        loads.append(ids[ids >= 0].bincount(minlength=12))
+    assert all(bool((more >= fewer).all()) for fewer, more in itertools.pairwise(loads))
+
+
+@pytest.mark.parametrize("mean", [1, 8, 128, 512])
+def test_uneven_counts_keep_the_sum(mean: int) -> None:
+    counts = scenarios.expert_counts(48, mean, "uneven")
+    assert sum(counts) == 48 * mean
+    assert scenarios.expert_counts(48, mean, "balanced") == [mean] * 48
+    if mean >= 128:
+        assert 0.6 * mean < min(counts) < 0.8 * mean
+        assert 1.2 * mean < max(counts) < 1.4 * mean
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a suite run on CPU tensors: an H200's facts, and times that need no events."""
@@ -120,22 +179,26 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from chord.bench import machine, run
     from chord.device import known
 
-    def measured(call: timing.Call) -> timing.Timing:
+    def measured(call: timing.Call, **options: float) -> timing.Timing:
         call()
         return timing.Timing(200.0, 199.0, 201.0, 1, 1, 1, timing.FLUSH_BYTES, False)
 
     monkeypatch.setattr(machine, "card", lambda: "NVIDIA H200")
     monkeypatch.setattr(run, "facts_of", lambda index: known("h200"))
     monkeypatch.setattr(run, "measure", measured)
-    monkeypatch.setattr(run, "measure_host_us", lambda call: 10.0)
-    monkeypatch.setattr(floors, "dense_tflops", lambda num_rows, n, k: 690.0)
+    monkeypatch.setattr(run, "measure_host_us", lambda call, **options: 10.0)
+    monkeypatch.setattr(floors, "dense_tflops", lambda num_rows, n, k, repeat_ms: 690.0)
 
 
 TINY = scenarios.Suite(
     "tiny",
     12,
     (scenarios.Projection("gate_up", 64, 128), scenarios.Projection("down", 128, 32)),
-    (16, 32),
+    (
+        scenarios.Series((16, 32)),
+        scenarios.Series((3, 5), "contiguous", "uneven", "contiguous"),
+        scenarios.Series((2, 4), "masked", "balanced", "masked"),
+    ),
     tokens_per_input=8,
 )
 
@@ -145,16 +208,55 @@ def test_a_suite_runs_and_every_row_is_checked() -> None:
     from chord.bench.run import run_suite
 
     seen: list[int] = []
-    record = run_suite(TINY, device="cpu", on_row=lambda row: seen.append(row.tokens))
-    assert seen == [16, 32, 16, 32]
+    record = run_suite(
+        TINY, device="cpu", peers=["torch"], on_row=lambda row: seen.append(row.tokens)
+    )
+    assert seen == 2 * [16, 32, 3, 5, 2, 4]
     assert record.file_stem.endswith("-h200-tiny")
     assert {"driver", "torch", "nvrtc", "chord"} <= set(record.versions)
     for row in record.rows:
         entry = row.entries["chord"]
         assert 1e-4 < entry.row_error < operands.ROW_ERROR_LIMIT
         assert entry.us == 200.0
-        assert "routing blocks of" in entry.choice
-        assert row.routed == row.tokens
+        assert ("torch" in row.entries) == (row.series != "")
+        if row.series:
+            assert row.entries["torch"].row_error < 2 * operands.ROW_ERROR_LIMIT
+            assert (row.unit, row.routed) == ("rows per expert", 12 * row.tokens)
+        else:
+            assert "routing blocks of" in entry.choice
+            assert (row.unit, row.routed) == ("tokens", row.tokens)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_some_rows_alone() -> None:
+    from chord.bench.run import run_suite
+
+    record = run_suite(TINY, device="cpu", only=lambda one: one.tokens == 4)
+    assert [(row.projection, row.tokens) for row in record.rows] == [("gate_up", 4), ("down", 4)]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_written_row_of_nobody_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    import chord
+    from chord.bench.run import run_suite
+    from chord.errors import ChordError
+
+    right = chord.masked
+
+    def wrong(
+        x: torch.Tensor,
+        experts: chord.PackedExperts,
+        counts: torch.Tensor,
+        out: torch.Tensor,
+        **options: bool,
+    ) -> torch.Tensor:
+        right(x, experts, counts, out, **options)
+        out[2, 100] = 0
+        return out
+
+    monkeypatch.setattr(chord, "masked", wrong)
+    with pytest.raises(ChordError, match="tiny gate_up masked with 2 rows per expert: 1 rows"):
+        run_suite(TINY, device="cpu")
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -173,3 +275,30 @@ def test_a_wrong_result_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(chord, "indexed", wrong)
     with pytest.raises(ChordError, match="tiny gate_up with 16 tokens"):
         run_suite(TINY, device="cpu")
+
+
+# --- cliffs -----------------------------------------------------------------------------------
+
+
+def sweep(*times: tuple[int, float, float]) -> records.Record:
+    rows = [
+        records.Row(
+            *("gate_up", count, count, 48, 64, 64, 48, 1000, floor, "memory", 690.0),
+            {"chord": records.Entry(us, us, us, 1e-3, "decode")},
+            unit="rows",
+        )
+        for count, us, floor in times
+    ]
+    return records.Record("sweep", "2026-01-31", "NVIDIA H200", {}, "a" * 64, "", "", rows)
+
+
+def test_falls_and_leaps_are_found() -> None:
+    smooth = sweep((1, 20, 15), (2, 24.9, 18), (20, 60, 50), (22, 68, 54), (24, 66.5, 55))
+    assert cliffs.is_sweep(smooth)
+    assert not cliffs.find_cliffs(smooth)
+    (fall,) = cliffs.find_cliffs(sweep((20, 60, 50), (21, 59, 51), (22, 58, 51)))
+    assert (fall.kind, fall.before.tokens, fall.after.tokens) == ("falls", 20, 22)
+    (leap,) = cliffs.find_cliffs(sweep((20, 60, 50), (21, 70, 51)))
+    assert "leaps from 60.0 us at 20 to 70.0 us at 21 rows (+17 %; decode" in leap.describe()
+    assert not cliffs.find_cliffs(sweep((1, 20, 15), (2, 25, 18)))  # the floor grew by 20 %
+    assert not cliffs.is_sweep(records.Record("x", "", "", {}, "", "", "", []))

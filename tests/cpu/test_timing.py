@@ -77,7 +77,7 @@ def test_description_names_what_was_done() -> None:
     result = timing.measure(lambda: None, repeat_ms=1, clock=FakeClock([100.0]))
     assert "cold L2 (256 MiB" in result.describe()
     assert "median of 10 calls" in result.describe()
-    assert "cold L2 (256 MiB" in timing.METHOD
+    assert "cold L2 (256 MiB" in timing.method()
 
 
 @pytest.mark.parametrize(

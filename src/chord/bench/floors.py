@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from chord.bench.scenarios import GROUP_SIZE, Case
-from chord.timing import measure
+from chord.timing import REPEAT_MS, measure
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ def bytes_moved(case: Case, active_experts: int) -> int:
     return weight + 2 * case.num_rows * k + 2 * case.num_routes * n
 
 
-def dense_tflops(num_rows: int, n: int, k: int) -> float:
+def dense_tflops(num_rows: int, n: int, k: int, repeat_ms: float = REPEAT_MS) -> float:
     """Measure one dense BF16 matmul, x [num_rows, k] times w [n, k] transposed, on random data.
 
     Args:
         num_rows: Rows of x.
         n: Rows of w.
         k: Columns of both.
+        repeat_ms: Time to spend on timed calls, and a quarter of it before them.
 
     Returns:
         Tera floating-point operations a second, with a cold L2.
@@ -89,7 +90,9 @@ def dense_tflops(num_rows: int, n: int, k: int) -> float:
     x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(num_rows, n, device="cuda", dtype=torch.bfloat16)
-    timing = measure(lambda: torch.matmul(x, w.T, out=out))
+    timing = measure(
+        lambda: torch.matmul(x, w.T, out=out), warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms
+    )
     return 2 * num_rows * n * k / timing.median_us / 1e6
 
 

@@ -105,28 +105,42 @@ def random_rows(num_rows: int, k: int, device: torch.device | str, seed: int = 1
 
 
 def max_row_error(
-    out: torch.Tensor, x: torch.Tensor, topk_ids: torch.Tensor, top_k: int, checkpoint: Checkpoint
+    out: torch.Tensor, x: torch.Tensor, owners: torch.Tensor, top_k: int, checkpoint: Checkpoint
 ) -> float:
-    """Compare every routed row with an FP32 computation, expert by expert.
+    """Compare every row that an expert owns with an FP32 computation, expert by expert.
 
     Args:
-        out: bfloat16, [R, N]; row r belongs to route r.
-        x: bfloat16, [R / top_k, K]; route r reads row `r // top_k`.
-        topk_ids: int32, R expert ids in route order, any shape.
-        top_k: Routes a row of x.
+        out: bfloat16, [..., N], R rows.
+        x: bfloat16, [..., K], R / top_k rows; row r of out reads row `r // top_k`.
+        owners: int32, any shape, R experts in the order of out's rows; -1 for a row of nobody.
+        top_k: Rows of out that read one row of x.
         checkpoint: The weights.
 
     Returns:
         The largest relative error `||out - ref|| / ||ref||` of a row; infinity if one is not
         finite.
     """
-    expert_of_route = topk_ids.reshape(-1)
+    out, x, owners = out.view(-1, checkpoint.n), x.view(-1, checkpoint.k), owners.reshape(-1)
     worst = torch.zeros((), device=out.device)
-    for expert in expert_of_route.unique().tolist():
+    for expert in owners.unique().tolist():
+        if expert < 0:
+            continue
         weight = checkpoint.dequantize(expert)
-        for routes in (expert_of_route == expert).nonzero().squeeze(1).split(_CHUNK_ROWS):
-            reference = x[routes // top_k].float() @ weight.T
-            difference = torch.linalg.vector_norm(out[routes].float() - reference, dim=1)
+        for rows in (owners == expert).nonzero().squeeze(1).split(_CHUNK_ROWS):
+            reference = x[rows // top_k].float() @ weight.T
+            difference = torch.linalg.vector_norm(out[rows].float() - reference, dim=1)
             error = difference / torch.linalg.vector_norm(reference, dim=1).clamp_min(1e-30)
             worst = torch.maximum(worst, torch.nan_to_num(error, nan=torch.inf).max())
     return float(worst)
+
+
+def rows_of_nobody_changed(out: torch.Tensor, owners: torch.Tensor) -> int:
+    """Count the rows of an output that nobody owns and that no longer hold POISON.
+
+    Args:
+        out: bfloat16, [..., N], filled with POISON before the call.
+        owners: int32, [R], one for each row of out; -1 for a row of nobody.
+    """
+    left = out.view(len(owners), -1)[owners < 0]
+    poison = torch.tensor(POISON, dtype=out.dtype, device=out.device)
+    return int((left != poison).any(dim=1).sum())

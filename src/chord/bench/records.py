@@ -48,7 +48,7 @@ class Row:
 
     Attributes:
         projection: "gate_up" or "down".
-        tokens: Tokens as the suite counts them.
+        tokens: The suite's own count, in `unit`.
         routed: Routed rows R.
         experts: Experts on this rank.
         n: Output features.
@@ -59,6 +59,8 @@ class Row:
         bound: "memory" or "math".
         dense_tflops: Dense BF16 rate measured beside it.
         entries: By name of the implementation; "chord" is always there.
+        series: Which rows of the suite; "" for its main ones.
+        unit: What `tokens` counts.
     """
 
     projection: str
@@ -73,6 +75,8 @@ class Row:
     bound: str
     dense_tflops: float
     entries: dict[str, Entry]
+    series: str = ""
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,21 +16,23 @@ from chord.bench.operands import (
     Checkpoint,
     max_row_error,
     random_checkpoint,
-    random_rows,
+    rows_of_nobody_changed,
 )
 from chord.bench.peers import Peer, load_peer
-from chord.bench.scenarios import Case, Suite, cases, route
+from chord.bench.scenarios import Case, Suite, cases
+from chord.bench.work import Work, make_work
 from chord.device import facts_of
 from chord.errors import ChordError
 from chord.plan import select
 from chord.plan.problem import GemmProblem
-from chord.timing import METHOD, measure, measure_host_us
+from chord.timing import measure, measure_host_us, method
 
 _MAX_BLOCK_M = 16
+_HOST_CALLS = 60
 
 
 class Chord:
-    """Chord's indexed expert GEMM over one packed weight, in the shape of a peer."""
+    """Chord's expert GEMMs over one packed weight, in the shape of a peer."""
 
     name = "chord"
 
@@ -39,38 +42,73 @@ class Chord:
         self._experts = chord.pack_experts(checkpoint.weight_packed, checkpoint.weight_scale)
         self.choice = ""
 
-    def prepare_call(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, top_k: int, out: torch.Tensor
-    ) -> Callable[[], object]:
-        """Prepare one expert GEMM over one routing.
+    def handles(self, case: Case) -> bool:
+        """Return True: every case is Chord's."""
+        return True
+
+    def prepare_call(self, work: Work) -> Callable[[], object]:
+        """Prepare one expert GEMM, without checks of values, as an engine calls it.
 
         Args:
-            x: bfloat16, [R / top_k, K].
-            topk_ids: int32, [T, k], R expert ids in route order.
-            top_k: Routes that read one row of x.
-            out: bfloat16, [R, N], overwritten by the call.
+            work: Operands.
 
         Returns:
             A function without arguments that runs the kernel once.
         """
-        experts = self._experts
-        problem = GemmProblem(experts.num_experts, experts.n, experts.k, topk_ids.numel())
-        decision = select.decide(problem, facts_of(x.device.index))
+        experts, addressing = self._experts, work.case.series.addressing
+        expected = work.case.tokens if addressing == "masked" else None
+        label = select.decide(problem_of(work, expected), facts_of(work.x.device.index)).config
+        self.choice = label.label()
+        if work.topk_ids is None and addressing == "masked":
+            assert work.counts is not None, "grouped work has counts"
+            return functools.partial(
+                chord.masked,
+                work.x,
+                experts,
+                work.counts,
+                work.out,
+                expected=expected,
+                validate=False,
+            )
+        if work.topk_ids is None:
+            return functools.partial(
+                chord.contiguous, work.x, experts, work.offsets, work.out, validate=False
+            )
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
-        block_m = self._block_m or min(decision.config.tile_rows, _MAX_BLOCK_M)
-        self.choice = f"{decision.config.label()}, routing blocks of {block_m}"
-        aligned = routing.align(topk_ids, num_experts=experts.num_experts, block_m=block_m)
-        return lambda: chord.indexed(
-            x,
+        block_m = self._block_m or min(label.tile_rows, _MAX_BLOCK_M)
+        self.choice += f", routing blocks of {block_m}"
+        aligned = routing.align(work.topk_ids, num_experts=experts.num_experts, block_m=block_m)
+        return functools.partial(
+            chord.indexed,
+            work.x,
             experts,
             aligned.sorted_token_ids,
             aligned.expert_ids,
             aligned.num_tokens_post_padded,
-            top_k,
+            work.case.top_k,
             block_m=block_m,
-            out=out,
+            out=work.out,
             validate=False,
         )
+
+
+def problem_of(work: Work, expected: int | None = None) -> GemmProblem:
+    """Return what the planner sees of a piece of work.
+
+    Args:
+        work: Operands.
+        expected: Rows per expert that the caller of `chord.masked` expects.
+    """
+    case = work.case
+    name = {"indexed": "Indexed", "contiguous": "ContiguousOffsets", "masked": "Masked"}
+    return GemmProblem(
+        case.num_experts,
+        case.projection.n,
+        case.projection.k,
+        len(work.owners),
+        name[case.series.addressing],
+        None if expected is None else case.num_experts * expected,
+    )
 
 
 def run_suite(
@@ -79,16 +117,18 @@ def run_suite(
     peers: Sequence[str] = (),
     block_m: int = 0,
     device: str = "cuda",
+    only: Callable[[Case], bool] = lambda case: True,
     on_row: Callable[[records.Row], None] = lambda row: None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> records.Record:
     """Measure every case of a suite on the current GPU.
 
     Args:
-        suite: The deployment and its token counts.
-        peers: Names of peers to measure beside Chord.
+        suite: The deployment and its row counts.
+        peers: Names of peers to measure beside Chord, where they can run the case.
         block_m: Rows of a routing block for Chord; 0 leaves the choice to it.
         device: Where the tensors live.
+        only: Tells which cases to measure.
         on_row: Called with each finished row.
         on_step: Called with a few words before each step that takes time.
 
@@ -97,21 +137,28 @@ def run_suite(
 
     Raises:
         UnsupportedError: There is no GPU, or no memory line for this card.
-        ChordError: A row of Chord's output is further from the reference than the limit.
+        ChordError: A row of Chord's output is further from the reference than the limit, or a row
+            of nobody was written.
     """
     card = machine.card()
     memory = machine.memory_model(card)
     rows: list[records.Row] = []
     versions = machine.versions()
     for projection in suite.projections:
+        todo = [case for case in cases(suite, projection) if only(case)]
+        if not todo:
+            continue
         on_step(f"{projection.name}: pack {suite.num_experts} experts")
         checkpoint = random_checkpoint(suite.num_experts, projection.n, projection.k, device)
         contenders: list[Chord | Peer] = [Chord(checkpoint, block_m)]
-        contenders += [load_peer(name, checkpoint) for name in peers]
-        versions |= {peer.name: peer.version for peer in contenders}
-        for case in cases(suite, projection):
-            on_step(f"{projection.name}: {case.tokens} tokens")
-            row = _run_case(case, checkpoint, contenders, memory)
+        for name in peers:
+            peer = load_peer(name, checkpoint)
+            if any(peer.handles(case) for case in todo):
+                contenders.append(peer)
+                versions[name] = peer.version
+        for case in todo:
+            on_step(f"{projection.name}: {case.series.name} {case.tokens} {case.series.unit}")
+            row = _run_case(case, checkpoint, contenders, memory, suite.repeat_ms)
             rows.append(row)
             on_row(row)
         del contenders, checkpoint
@@ -122,7 +169,7 @@ def run_suite(
         card=card,
         versions=versions,
         kernel_digest=machine.kernel_digest(),
-        timer=METHOD,
+        timer=method(suite.repeat_ms, suite.repeat_ms / 4),
         floor=f"{memory.launch_us:g} us + bytes / {memory.bytes_per_us / 1e6:.2f} TB/s "
         f"({memory.measured}), or 2 R N K at the dense BF16 rate of the same run",
         rows=rows,
@@ -134,35 +181,18 @@ def _run_case(
     checkpoint: Checkpoint,
     contenders: Sequence[Chord | Peer],
     memory: floors.MemoryModel,
+    repeat_ms: float,
 ) -> records.Row:
+    work = make_work(case, checkpoint.weight_packed.device)
+    active = work.active_experts
     n, k = case.projection.n, case.projection.k
-    device = checkpoint.weight_packed.device
-    topk_ids = route(case.num_inputs, case.num_experts, device)
-    active = int(topk_ids.unique().numel())
-    dense = floors.dense_tflops(case.num_routes, n, k)
+    dense = floors.dense_tflops(case.num_routes, n, k, repeat_ms)
     floor = floors.floor_of(case, active, memory, dense)
-    x = random_rows(case.num_rows, k, device)
-    out = torch.empty(case.num_routes, n, dtype=torch.bfloat16, device=device)
-    entries = {}
-    for contender in contenders:
-        call = contender.prepare_call(x, topk_ids, case.top_k, out)
-        out.fill_(POISON)
-        call()
-        error = max_row_error(out, x, topk_ids, case.top_k, checkpoint)
-        if contender.name == "chord" and not error <= ROW_ERROR_LIMIT:
-            raise ChordError(
-                f"{case.suite} {case.projection.name} with {case.tokens} tokens: a row is off by "
-                f"{error:.2e}, more than {ROW_ERROR_LIMIT:.0e}; no record was written"
-            )
-        timing = measure(call)
-        entries[contender.name] = records.Entry(
-            us=round(timing.median_us, 2),
-            p10_us=round(timing.p10_us, 2),
-            p90_us=round(timing.p90_us, 2),
-            row_error=error,
-            choice=getattr(contender, "choice", ""),
-            host_us=round(measure_host_us(call), 2),
-        )
+    entries = {
+        contender.name: _run_one(contender, work, checkpoint, repeat_ms)
+        for contender in contenders
+        if contender.handles(case)
+    }
     return records.Row(
         projection=case.projection.name,
         tokens=case.tokens,
@@ -176,4 +206,37 @@ def _run_case(
         bound=floor.bound,
         dense_tflops=round(dense, 1),
         entries=entries,
+        series=case.series.name,
+        unit=case.series.unit,
+    )
+
+
+def _run_one(
+    contender: Chord | Peer, work: Work, checkpoint: Checkpoint, repeat_ms: float
+) -> records.Entry:
+    """Check one implementation on one case, then time it."""
+    case = work.case
+    call = contender.prepare_call(work)
+    work.out.fill_(POISON)
+    call()
+    error = max_row_error(work.out, work.x, work.owners, case.top_k, checkpoint)
+    if contender.name == "chord":
+        where = f"{case.suite} {case.projection.name} {case.series.name}".strip()
+        where += f" with {case.tokens} {case.series.unit}"
+        if not error <= ROW_ERROR_LIMIT:
+            raise ChordError(
+                f"{where}: a row is off by {error:.2e}, more than {ROW_ERROR_LIMIT:.0e}; no record "
+                f"was written"
+            )
+        changed = rows_of_nobody_changed(work.out, work.owners)
+        if changed:
+            raise ChordError(f"{where}: {changed} rows of nobody were written; no record was made")
+    timing = measure(call, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
+    return records.Entry(
+        us=round(timing.median_us, 2),
+        p10_us=round(timing.p10_us, 2),
+        p90_us=round(timing.p90_us, 2),
+        row_error=error,
+        choice=contender.choice,
+        host_us=round(measure_host_us(call, num_calls=_HOST_CALLS), 2),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,7 @@ from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
     from chord.bench.records import Record, Row
-    from chord.bench.scenarios import Suite
+    from chord.bench.scenarios import Case, Suite
 
 
 def bench(
@@ -21,7 +23,7 @@ def bench(
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="Measure this package beside Chord: humming."),
+        typer.Option("--peer", help="Measure this package beside Chord: humming, torch."),
     ] = None,
     records: Annotated[Path, typer.Option(help="Folder for the record and the chart.")] = Path(
         "benchmarks/records"
@@ -29,33 +31,61 @@ def bench(
     block_m: Annotated[
         int, typer.Option(help="Rows of a routing block; 0 leaves the choice to Chord.")
     ] = 0,
+    projection: Annotated[
+        str, typer.Option(help="Measure this projection alone, gate_up or down; writes no record.")
+    ] = "",
+    count: Annotated[
+        list[int] | None,
+        typer.Option(help="Measure these counts alone, repeat for several; writes no record."),
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Print only; write no record.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the suites and measure none.")] = False,
 ) -> None:
     """Measure the suites on this GPU beside floors of the same run, and check every output row."""
     from chord.bench import chart, machine
     from chord.bench import records as records_module
+    from chord.bench.cliffs import find_cliffs, is_sweep
     from chord.bench.scenarios import SUITES, suite_named
-    from chord.timing import METHOD
+    from chord.timing import FLUSH_BYTES
 
     chosen = [suite_named(name) for name in suite or list(SUITES)]
+    peers = tuple(peer or ())
+    if show:
+        for one in chosen:
+            console.print(summary(one, len(peers)), soft_wrap=True)
+        return
     card = machine.card()
     machine.memory_model(card)
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     console.print(f"{card}, {versions}, kernels {machine.kernel_digest()[:12]}")
-    console.print(f"{METHOD}\n")
+    console.print(f"cold L2: {FLUSH_BYTES >> 20} MiB written before each timed call\n")
+
+    def only(case: Case) -> bool:
+        return projection in ("", case.projection.name) and (not count or case.tokens in count)
+
     for one in chosen:
-        record = _measure(one, tuple(peer or ()), block_m)
-        if not dry:
+        console.print(summary(one, len(peers)), soft_wrap=True)
+        started = time.perf_counter()
+        record = _measure(one, peers, block_m, only)
+        console.print(f"took {time.perf_counter() - started:.0f} s")
+        if is_sweep(record):
+            cliffs = find_cliffs(record)
+            for cliff in cliffs:
+                console.print(cliff.describe(), soft_wrap=True)
+            console.print(f"{len(cliffs)} falls and leaps over {len(record.rows)} rows")
+        if not (dry or projection or count):
             path = records_module.save(record, records)
             picture = chart.draw(record, path.with_suffix(".png"))
             console.print(f"wrote {path} and {picture.name}\n")
 
 
-def _measure(suite: Suite, peers: tuple[str, ...], block_m: int) -> Record:
+def _measure(
+    suite: Suite, peers: tuple[str, ...], block_m: int, only: Callable[[Case], bool]
+) -> Record:
     from chord.bench.run import run_suite
 
     with progress() as bar:
-        task = bar.add_task(suite.name, total=len(suite.projections) * len(suite.token_counts))
+        task = bar.add_task(suite.name, total=suite.num_cases)
 
         def show(row: Row) -> None:
             bar.console.print(line(suite.name, row), soft_wrap=True)
@@ -65,9 +95,24 @@ def _measure(suite: Suite, peers: tuple[str, ...], block_m: int) -> Record:
             suite,
             peers=peers,
             block_m=block_m,
+            only=only,
             on_row=show,
             on_step=lambda step: bar.update(task, description=f"{suite.name} {step}"),
         )
+
+
+def summary(suite: Suite, num_peers: int) -> str:
+    """Say in one line what a suite measures and how long it takes on the card.
+
+    Args:
+        suite: The suite.
+        num_peers: Implementations to measure beside Chord.
+    """
+    shapes = ", ".join(f"{p.name} {p.n} x {p.k}" for p in suite.projections)
+    return (
+        f"{suite.name}: {suite.num_experts} experts, {shapes}, {suite.num_cases} rows, about "
+        f"{suite.expected_seconds(num_peers):.0f} s with {num_peers} peer(s), kernels compiled"
+    )
 
 
 def line(suite: str, row: Row) -> str:
@@ -80,8 +125,9 @@ def line(suite: str, row: Row) -> str:
     Returns:
         One line in fixed columns.
     """
+    count = f"{row.tokens} {row.unit}"
     parts = [
-        f"{suite:<12}{row.projection:<8} T={row.tokens:<6}R={row.routed:<7}"
+        f"{suite:<12} {row.projection:<8}{row.series:<22}{count:<20}R={row.routed:<7}"
         f"floor {row.floor_us:7.1f} us ({row.bound}, dense {row.dense_tflops:5.1f})"
     ]
     chord_us = row.entries["chord"].us

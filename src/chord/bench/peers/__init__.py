@@ -9,34 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from chord.bench.operands import Checkpoint
+from chord.bench.scenarios import Case
+from chord.bench.work import Work
 from chord.errors import InputError
 
-PEERS = ("humming",)
+PEERS = ("humming", "torch")
 
 
 class Peer(Protocol):
-    """One peer's kernel over one packed weight."""
+    """One implementation over one packed weight.
+
+    Attributes:
+        name: How the command line and the records call it.
+        version: Of its package.
+        choice: What it chose to run for the work that was prepared last.
+    """
 
     name: str
     version: str
+    choice: str
 
-    def prepare_call(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, top_k: int, out: torch.Tensor
-    ) -> Callable[[], object]:
-        """Prepare one expert GEMM over one routing.
+    def handles(self, case: Case) -> bool:
+        """Return whether it can run a case at all; cases that it cannot are left out."""
 
-        Args:
-            x: bfloat16, [R / top_k, K].
-            topk_ids: int32, [T, k], R expert ids in route order.
-            top_k: Routes that read one row of x.
-            out: bfloat16, [R, N], overwritten by the call.
-
-        Returns:
-            A function without arguments that runs the kernel once.
-        """
+    def prepare_call(self, work: Work) -> Callable[[], object]:
+        """Return a function without arguments that fills work.out once."""
 
 
 def load_peer(name: str, checkpoint: Checkpoint) -> Peer:
@@ -57,4 +55,8 @@ def load_peer(name: str, checkpoint: Checkpoint) -> Peer:
         from chord.bench.peers.humming import Humming
 
         return Humming(checkpoint)
+    if name == "torch":
+        from chord.bench.peers.unquantised import Unquantised
+
+        return Unquantised(checkpoint)
     raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")

@@ -1,11 +1,14 @@
 """humming-kernels on the same checkpoint tensors, called the way vLLM calls it.
 
-Packing, tile choice and launch are humming's own. Only the routing buffers are made here, by
-`chord.routing.align` for the block size that humming asks for.
+Packing, tile choice and launch are humming's own. Only the routing buffers are made here: for
+indexed rows by `chord.routing.align` for the block size that humming asks for; contiguous rows are
+described by int64 offsets, masked ones by int32 counts. Its tile choice goes by the rows in use,
+which it is told.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 from collections.abc import Callable
@@ -15,7 +18,8 @@ import torch
 
 from chord import routing
 from chord.bench.operands import Checkpoint
-from chord.bench.scenarios import GROUP_SIZE
+from chord.bench.scenarios import GROUP_SIZE, Case
+from chord.bench.work import Work
 from chord.errors import UnsupportedError
 
 _CHECKPOINT_FORMAT = {
@@ -29,11 +33,16 @@ _CHECKPOINT_FORMAT = {
 }
 # vLLM pads to these multiples before it packs.
 _PAD_N, _PAD_K = 256, 128
-_LOCKS_PER_SM = 8
+_LOCKS_PER_SM = 16
+_GEMM_TYPES = {
+    "indexed": "indexed",
+    "contiguous": "grouped_contiguous",
+    "masked": "grouped_masked",
+}
 
 
 class Humming:
-    """humming's indexed expert GEMM over one packed weight."""
+    """humming's expert GEMM over one packed weight."""
 
     name = "humming"
 
@@ -46,7 +55,7 @@ class Humming:
                 "the peer humming needs the package humming-kernels, which is not installed; "
                 "pip install humming-kernels[cu13]"
             ) from error
-        from humming import schema, transform, tune
+        from humming import schema, transform
 
         device = checkpoint.weight_packed.device
         shared: dict[str, Any] = {
@@ -77,73 +86,78 @@ class Humming:
             torch_dtype=torch.bfloat16,
             device=device,
         )
-        self._tuning = tune.get_heuristics_config(
-            layer_config=self._layer,
-            use_f16_accum=False,
-            use_batch_invariant=False,
-            gemm_type="indexed",
-            device=device,
-        )
+        self._device = device
+        self._tuning: dict[str, Any] = {}
         self.choice = ""
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._locks = torch.zeros(num_sms * _LOCKS_PER_SM, dtype=torch.int32, device=device)
         self._num_experts = checkpoint.num_experts
 
-    def block_shape(self, num_routes: int) -> tuple[int, ...]:
-        """Return humming's own tile for a number of routed rows.
+    def handles(self, case: Case) -> bool:
+        """Return True: it has all three ways to say which rows an expert has."""
+        return True
+
+    def prepare_call(self, work: Work) -> Callable[[], object]:
+        """Prepare one expert GEMM.
 
         Args:
-            num_routes: Routed rows R.
-
-        Returns:
-            Rows, features and K of a tile; rows alone, 64, where no entry matches, as in vLLM.
-        """
-        for low, high, config in self._tuning:
-            if low < num_routes <= high:
-                return tuple(config["block_shape"])
-        return (64,)
-
-    def prepare_call(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, top_k: int, out: torch.Tensor
-    ) -> Callable[[], object]:
-        """Prepare one expert GEMM over one routing.
-
-        Args:
-            x: bfloat16, [R / top_k, K].
-            topk_ids: int32, [T, k], R expert ids in route order.
-            top_k: Routes that read one row of x.
-            out: bfloat16, [R, N], overwritten by the call.
+            work: Operands.
 
         Returns:
             A function without arguments that runs humming's kernel once.
         """
         from humming.forward import humming_forward
 
-        num_routes = topk_ids.numel()
-        block_shape = self.block_shape(num_routes)
-        self.choice = f"block_shape {block_shape}"
-        aligned = routing.align(topk_ids, num_experts=self._num_experts, block_m=block_shape[0])
-        compute = json.dumps(
-            {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
+        case = work.case
+        gemm_type = _GEMM_TYPES[case.series.addressing]
+        tuning = self._tuning_of(gemm_type)
+        block_shape = _block_shape(tuning, case.num_routes)
+        self.choice = f"{gemm_type}, block_shape {block_shape}"
+        compute = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm_type}
+        return functools.partial(
+            humming_forward,
+            self._layer,
+            inputs=work.x.view(-1, work.x.shape[-1]),
+            weight=self._tensors["weight"],
+            weight_scale=self._tensors["weight_scale"],
+            weight_scale_2=self._tensors.get("weight_scale_2"),
+            outputs=work.out.view(-1, work.out.shape[-1]),
+            locks=self._locks,
+            top_k=case.top_k,
+            valid_shape_m=case.num_routes,
+            compute_config=json.dumps(compute),
+            tuning_config=json.dumps(tuning),
+            **self._tables(work, block_shape[0]),
         )
-        tuning = json.dumps(self._tuning)
 
-        def call() -> object:
-            return humming_forward(
-                self._layer,
-                inputs=x,
-                weight=self._tensors["weight"],
-                weight_scale=self._tensors["weight_scale"],
-                weight_scale_2=self._tensors.get("weight_scale_2"),
-                outputs=out,
-                locks=self._locks,
-                sorted_ids=aligned.sorted_token_ids,
-                expert_ids=aligned.expert_ids,
-                num_tokens_padded=aligned.num_tokens_post_padded,
-                top_k=top_k,
-                valid_shape_m=num_routes,
-                compute_config=compute,
-                tuning_config=tuning,
+    def _tables(self, work: Work, block_m: int) -> dict[str, torch.Tensor]:
+        if work.topk_ids is None:
+            masked = work.case.series.addressing == "masked"
+            return {"expert_layout": work.counts if masked else work.offsets}  # type: ignore[dict-item]
+        aligned = routing.align(work.topk_ids, num_experts=self._num_experts, block_m=block_m)
+        return {
+            "sorted_ids": aligned.sorted_token_ids,
+            "expert_ids": aligned.expert_ids,
+            "num_tokens_padded": aligned.num_tokens_post_padded,
+        }
+
+    def _tuning_of(self, gemm_type: str) -> Any:
+        from humming import tune
+
+        if gemm_type not in self._tuning:
+            self._tuning[gemm_type] = tune.get_heuristics_config(
+                layer_config=self._layer,
+                use_f16_accum=False,
+                use_batch_invariant=False,
+                gemm_type=gemm_type,
+                device=self._device,
             )
+        return self._tuning[gemm_type]
 
-        return call
+
+def _block_shape(tuning: Any, num_routes: int) -> tuple[int, ...]:
+    """Return humming's tile: rows, features and K; rows alone, 64, where no entry matches."""
+    for low, high, config in tuning:
+        if low < num_routes <= high:
+            return tuple(config["block_shape"])
+    return (64,)
