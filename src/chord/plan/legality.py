@@ -19,14 +19,21 @@ from chord.plan.problem import GemmProblem
 from chord.weights.layout import UNIT_N, reject_shape
 
 ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
-ADDRESSINGS = ("Indexed", "ContiguousOffsets", "ContiguousIndices", "Masked")
+ADDRESSINGS = (
+    "Indexed",
+    "ContiguousOffsets",
+    "ContiguousIndices",
+    "Masked",
+    "RoutedGateUp",
+    "RoutedDown",
+)
 
 # The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
 MAX_TILES = 1 << 19
 # Rows are counted in int, and elements of a row set in units of 16 bytes in 32 bits.
 MAX_ROW_CHUNKS = 1 << 32
 MAX_ROWS = (1 << 31) - 1
-_BARRIER_BYTES_PER_STAGE = 20
+_BARRIER_BYTES_PER_STAGE = 16  # two mbarriers: full and empty
 
 
 def reject(config: Config, problem: GemmProblem, device: DeviceFacts) -> str | None:
@@ -43,10 +50,13 @@ def reject_problem(problem: GemmProblem) -> str | None:
     n, k, rows = problem.n, problem.k, problem.routed_rows
     if problem.addressing not in ADDRESSINGS:
         return f"addressing {problem.addressing!r} is not one of {', '.join(ADDRESSINGS)}"
-    if not 1 <= problem.num_experts <= MAX_SEGMENTS:
+    if problem.num_experts < 1:
+        return f"num_experts={problem.num_experts} must be at least 1 (experts on this rank)"
+    if problem.num_experts > MAX_SEGMENTS:
         return (
-            f"num_experts={problem.num_experts} is not in 1..{MAX_SEGMENTS}: the kernels' table of "
-            f"experts holds {MAX_SEGMENTS}; split the experts over more ranks"
+            f"num_experts={problem.num_experts} is more than {MAX_SEGMENTS}, which the kernels' "
+            f"table of experts holds; split the experts over more ranks, or run them by parts "
+            f"(PackedExperts.expert_range)"
         )
     reason = reject_shape(problem.num_experts, n, k)
     if reason is not None:
@@ -66,8 +76,10 @@ def reject_problem(problem: GemmProblem) -> str | None:
 def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
     """Return why `config` cannot run on `device` at all, or None."""
     reason = (
-        _reject_decode(config) if isinstance(config, DecodeConfig) else _reject_prefill(config)
-    ) or _reject_stages(config)
+        _reject_types(config)
+        or (_reject_decode(config) if isinstance(config, DecodeConfig) else _reject_prefill(config))
+        or _reject_stages(config)
+    )
     if reason is not None:
         return reason
     if device.arch not in ARCHS[config.kernel]:
@@ -83,6 +95,13 @@ def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
             f"{config.label()} needs {config.smem_bytes()} bytes of shared memory, "
             f"{device.name} gives a block {device.smem_per_block_optin}; use fewer stages"
         )
+    return None
+
+
+def _reject_types(config: Config) -> str | None:
+    for name, value in config.fields().items():
+        if type(value) is not int:
+            return f"{name}={value!r} is not a whole number"
     return None
 
 

@@ -43,7 +43,7 @@ UNIT_BYTES = CODE_BYTES + SCALE_BYTES
 CODE_OFFSET = 8  # value = (code - CODE_OFFSET) * scale
 N_MULTIPLE = 8  # eight bf16 outputs fill the 16 bytes that one store instruction writes
 K_MULTIPLE = GROUP_SIZE
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024  # of a buffer; the kernels' own limit is plan.legality's
 # The kernels build bf16 values through a factor of 2^119: a scale of 2^8 would overflow there.
 SCALE_LIMIT = 256.0
 
