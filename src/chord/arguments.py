@@ -59,6 +59,25 @@ def whole_number(name: str, value: Any) -> int:
         raise InputError(f"{name} is {describe(value)}; it must be a whole number") from None
 
 
+def usable_device(name: str, value: Any) -> torch.device:
+    """Return a device that tensors can be put on.
+
+    Raises:
+        InputError: PyTorch knows no such device, has it not here, or it holds no values.
+    """
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        known = str(error).splitlines()[0]
+        raise InputError(f"{name} is {describe(value)}, no device of PyTorch: {known}") from None
+    if device.type == "meta":
+        raise InputError(f"{name}={device} holds no values; name the CPU or a GPU")
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (count == 0 or (device.index or 0) >= count):
+        raise InputError(f"{name}={device} is not here: PyTorch sees {count} CUDA GPUs")
+    return device
+
+
 def describe(value: object) -> str:
     """Say what an unexpected argument is, in a few words with its value or its shape."""
     if value is None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from chord.arguments import check_tensor
 from chord.errors import InputError
 from chord.routing import Contiguous, Indexed, Masked, local_experts
 from chord.weights.layout import CODE_OFFSET, GROUP_SIZE
 from chord.weights.pack import unpack
-from chord.weights.packed import PackedExperts
+from chord.weights.packed import PackedExperts, check_packed
 
 
 def dequantize(experts: PackedExperts, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -26,6 +27,7 @@ def dequantize(experts: PackedExperts, dtype: torch.dtype = torch.float32) -> to
     Returns:
         dtype, [E, N, K], in the checkpoint's order. Eight times the packed size in fp32.
     """
+    check_packed("experts", experts)
     weights = torch.empty(
         experts.num_experts, experts.n, experts.k, dtype=dtype, device=experts.device
     )
@@ -204,8 +206,11 @@ def fused_moe(
     Returns:
         bf16, [T, H]; `out` if it was given.
     """
-    _check_x(hidden, w13, ("T", "H"))
+    check_packed("w13", w13)
+    _check_x(hidden, w13, ("T", "H"), "hidden")
     _check_layer(hidden, w13, w2, topk_weights, topk_ids)
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map)
     num_ids = w13.num_experts if expert_map is None else expert_map.numel()
     _check_ids(topk_ids, num_ids, expert_map, w13.num_experts)
     out = _prepare_out(out, hidden, tuple(hidden.shape))
@@ -232,17 +237,23 @@ def _multiply(
     return rows.to(dtype) @ _dequantize_expert(experts, e, dtype).T
 
 
-def _check_x(x: torch.Tensor, experts: PackedExperts, dims: tuple[str, ...]) -> None:
+def _check_x(
+    x: torch.Tensor, experts: PackedExperts, dims: tuple[str, ...], name: str = "x"
+) -> None:
+    check_tensor(name, x)
+    check_packed("experts", experts)
     if x.dtype != torch.bfloat16 or x.dim() != len(dims) or x.shape[-1] != experts.k:
         raise InputError(
-            f"x is {x.dtype} {list(x.shape)}; it must be torch.bfloat16 [{', '.join(dims)}] with "
-            f"{dims[-1]}={experts.k}, the weight's reduction length"
+            f"{name} is {x.dtype} {list(x.shape)}; it must be torch.bfloat16 [{', '.join(dims)}] "
+            f"with {dims[-1]}={experts.k}, the weight's reduction length"
         )
     if x.device != experts.device:
-        raise InputError(f"x is on {x.device}, the weights on {experts.device}; move one of them")
+        raise InputError(
+            f"{name} is on {x.device}, the weights on {experts.device}; move one of them"
+        )
     if dims[0] == "E" and x.shape[0] != experts.num_experts:
         raise InputError(
-            f"x has shape {list(x.shape)}; its first dimension must be the number of experts, "
+            f"{name} has shape {list(x.shape)}; its first dimension must be the number of experts, "
             f"{experts.num_experts}"
         )
 
@@ -250,6 +261,7 @@ def _check_x(x: torch.Tensor, experts: PackedExperts, dims: tuple[str, ...]) -> 
 def _prepare_out(out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if out is None:
         return torch.zeros(shape, dtype=torch.bfloat16, device=x.device)
+    check_tensor("out", out)
     if out.dtype != torch.bfloat16 or out.shape != shape or out.device != x.device:
         raise InputError(
             f"out is {out.dtype} {list(out.shape)} on {out.device}; it must be torch.bfloat16 "
@@ -265,6 +277,9 @@ def _check_layer(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> None:
+    check_packed("w2", w2)
+    check_tensor("topk_weights", topk_weights)
+    check_tensor("topk_ids", topk_ids)
     if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
         raise InputError(
             f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "

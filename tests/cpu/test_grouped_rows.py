@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from chord import reference
 from chord.errors import InputError, UnsupportedError
 from chord.jit.params import addressing_layout
 from chord.ops import grouped_rows
+from chord.plan.config import shipped_configs
 from chord.plan.problem import GemmProblem
 
 E, N, K, R, MAX_M = 4, 64, 128, 12, 5
@@ -74,6 +76,14 @@ ROWS = cases.owners_of_counts(COUNTS, after=2)
         ({"expert_offsets": None, "m_indices": ROWS + 1}, "m_indices holds ids from 0 to 4"),
         ({"expert_offsets": None, "m_indices": ROWS - 1}, "m_indices holds ids from -2 to 2"),
         ({"expert_offsets": None, "m_indices": ROWS.flip(0).contiguous()}, "m_indices descends"),
+        ({"x": None}, "^x is None, not a torch.Tensor"),
+        ({"x": torch.zeros(R, K).to_sparse()}, "^x is a sparse_coo tensor"),
+        ({"experts": torch.zeros(E, N, K)}, r"^experts is a torch.Tensor of .*, not PackedExperts"),
+        ({"expert_offsets": [0, 5, 5, 9, 10]}, r"^expert_offsets is the list .*pass torch.tensor"),
+        ({"expert_offsets": None, "m_indices": ROWS.numpy()}, "^m_indices is a numpy.ndarray of"),
+        ({"out": np.zeros((R, N))}, "^out is a numpy.ndarray of float64"),
+        ({"config": "prefill"}, "^config is the str 'prefill'"),
+        ({"config": shipped_configs("sm_90a")[0]}, "^config=decode .* x is on cpu"),
         ({"out": torch.zeros(R, 32, dtype=BF16)}, r"it must be bf16 \[12, 64\], a row for each"),
         ({"out": torch.zeros(N, R, dtype=BF16).T}, r"out \[12, 64\] has strides"),
         ({"out": unaligned(R, N)}, "out begins at address"),
@@ -98,6 +108,13 @@ def test_contiguous_refuses_by_name_value_and_rule(
         ({"tokens_per_expert": ints(5, 0, 6, 1)}, "runs from 0 to 6; x has 5 rows per expert"),
         ({"tokens_per_expert": ints(5, 0, -1, 1)}, "runs from -1 to 5"),
         ({"expected": -1}, "expected=-1 must not be negative"),
+        ({"expected": 1.5}, r"expected is the float 1\.5; it must be a whole number"),
+        ({"x": [[1.0]]}, r"^x is the list \[\[1\.0\]\], not a torch.Tensor"),
+        ({"experts": None}, "^experts is None, not PackedExperts"),
+        ({"tokens_per_expert": list(COUNTS)}, r"^tokens_per_expert is the list \[5, 0, 4, 1\]"),
+        ({"tokens_per_expert": None}, "^tokens_per_expert is None"),
+        ({"out": "out"}, "^out is the str 'out'"),
+        ({"config": shipped_configs("sm_90a")[0]}, "^config=decode .* x is on cpu"),
         ({"out": torch.zeros(E * MAX_M, N, dtype=BF16)}, r"must be bf16 \[4, 5, 64\], a row for"),
         ({"out": unaligned(E, MAX_M, N)}, "out begins at address"),
     ],

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import chord
 from chord import reference
 from chord.errors import InputError, UnsupportedError
 from chord.ops import checks, grouped_gemm
+from chord.plan.config import shipped_configs
 from chord.weights.packed import PackedExperts
 
 E, N, K, M, TOP_K, BLOCK_M = 4, 64, 128, 6, 2, 8
@@ -210,8 +212,73 @@ def test_experts_are_frozen(call: dict[str, Any]) -> None:
         experts.n = 1  # type: ignore[misc]
 
 
+RAGGED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+TENSORS = ("x", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "out")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "None, not a torch.Tensor"),
+        ([1, 2], r"the list \[1, 2\], not a torch.Tensor; pass torch.tensor"),
+        (np.zeros(5, np.int32), r"a numpy.ndarray of int32 \[5\], not .*; pass torch.from_numpy"),
+        ("y", "the str 'y', not a torch.Tensor"),
+        (torch.zeros(4, 4).to_sparse(), r"a sparse_coo tensor \[4, 4\]; it must be dense"),
+        (RAGGED, "a nested tensor"),
+    ],
+)
+def test_what_is_no_dense_tensor_is_named(
+    call: dict[str, Any], name: str, value: object, words: str
+) -> None:
+    if name == "out" and value is None:
+        return
+    with pytest.raises(InputError, match=rf"^{name} is {words}") as refused:
+        chord.indexed(**(call | {name: value}))
+    assert refused.value.__context__ is None, "the user sees two tracebacks"
+    chord.indexed(**call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("top_k", None, "top_k is None; it must be a whole number"),
+        ("top_k", 2.0, r"top_k is the float 2\.0"),
+        ("top_k", [2], r"top_k is the list \[2\]"),
+        ("block_m", "8", "block_m is the str '8'"),
+        ("block_m", 8.0, r"block_m is the float 8\.0"),
+        ("experts", None, "experts is None, not PackedExperts; pack it with chord.pack_experts"),
+        ("experts", "w13", "experts is the str 'w13', not PackedExperts"),
+        ("config", "decode", "config is the str 'decode'; it must be a DecodeConfig or Prefill"),
+        ("config", {"warps": 8}, "config is the dict "),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    call: dict[str, Any], name: str, value: object, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        chord.indexed(**(call | {name: value}))
+    chord.indexed(**call)
+
+
+def test_whole_numbers_of_other_packages_will_do(call: dict[str, Any]) -> None:
+    expected = chord.indexed(**call)
+    for top_k in (np.int64(TOP_K), np.array(TOP_K), torch.tensor(TOP_K)):
+        assert torch.equal(chord.indexed(**(call | {"top_k": top_k})), expected)
+
+
+def test_a_config_needs_a_gpu(call: dict[str, Any]) -> None:
+    """On the CPU the reference computes: a configuration would be named and not run."""
+    config = shipped_configs("sm_90a")[0]
+    with pytest.raises(InputError, match=r"config=decode .* names a kernel, and x is on cpu"):
+        chord.indexed(**call, config=config)
+
+
 def test_a_raw_tensor_is_not_experts() -> None:
     rows = torch.zeros(2, 64, dtype=torch.bfloat16)
     ids = torch.zeros(16, dtype=torch.int32)
-    with pytest.raises(InputError, match="experts is a Tensor, not PackedExperts"):
+    with pytest.raises(
+        InputError,
+        match=r"experts is a torch.Tensor of torch.bfloat16 \[2, 64\], not PackedExperts",
+    ):
         chord.indexed(rows, rows, ids, ids[:1], ids[:1], 1, block_m=16)  # type: ignore[arg-type]

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -270,8 +273,69 @@ def test_out_of_another_kind() -> None:
 
 
 def test_tensors_on_two_devices() -> None:
-    with pytest.raises(InputError, match="weight_scale is on meta, weight on cpu"):
-        pack_experts(words(), ones(2, 16, 2).to("meta"))
+    with pytest.raises(InputError, match="out is on meta, weight on cpu"):
+        out = pack_experts(words(), ones(2, 16, 2))
+        pack_experts(words(), ones(2, 16, 2), out=replace(out, data=out.data.to("meta")))
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_g_idx"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "is None, not a torch.Tensor"),
+        ([1], r"is the list \[1\], not a torch.Tensor; pass torch.tensor"),
+        (np.zeros((2, 16, 8), np.int32), r"is a numpy.ndarray of int32 \[2, 16, 8\].*from_numpy"),
+        (words().to_sparse(), r"is a sparse_coo tensor \[2, 16, 8\]; it must be dense"),
+        (words().to("meta"), r"\[2, 16, 8\] is on the meta device and has no values"),
+    ],
+)
+def test_what_is_no_tensor_with_values_is_named(name: str, value: Any, said: str) -> None:
+    if name == "weight_g_idx" and value is None:
+        return
+    out = pack_experts(words(), ones(2, 16, 2))
+    before = out.data.clone()
+    arguments = {"weight": words(), "weight_scale": ones(2, 16, 2), name: value}
+    with pytest.raises(InputError, match=f"^{name} {said}"):
+        pack_experts(**arguments, out=out)
+    assert torch.equal(out.data, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "words_of_error"),
+    [
+        ({"group_size": "32"}, "group_size is the str '32'; it must be a whole number"),
+        ({"group_size": 32.0}, r"group_size is the float 32\.0"),
+        ({"interleave_gate_up": "no"}, "interleave_gate_up is the str 'no'; it must be True or"),
+        ({"num_bits": "4"}, "num_bits='4': only 4"),
+        ({"actorder": ["group"]}, r"actorder=\['group'\]"),
+        ({"actorder": torch.ones(2)}, "actorder=tensor"),
+        ({"weight_zero_point": [8]}, r"weight_zero_point is the list \[8\]: .*asymmetric"),
+        ({"weight_g_idx": torch.tensor(0)}, r"weight_g_idx has shape \[\]"),
+        (
+            {"out": torch.zeros(2)},
+            r"out is a torch.Tensor of .* \[2\], not PackedExperts",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_named(change: dict[str, Any], words_of_error: str) -> None:
+    with pytest.raises((InputError, UnsupportedError), match=words_of_error):
+        pack_experts(words(), ones(2, 16, 2), **change)
+
+
+def test_unpack_takes_packed_experts_with_values() -> None:
+    for value, said in ((words(), r"a torch.Tensor of torch.int32 \[2, 16, 8\]"), (None, "None")):
+        with pytest.raises(InputError, match=f"experts is {said}, not PackedExperts"):
+            unpack(value)
+    packed = pack_experts(words(), ones(2, 16, 2))
+    with pytest.raises(InputError, match=r"experts\.data .* meta device and has no values"):
+        unpack(replace(packed, data=packed.data.to("meta")))
+    for device, said in (("gpu", "no device of PyTorch"), ("meta", "holds no values")):
+        with pytest.raises(InputError, match=f"^device.*{said}"):
+            packed.to(device)
+    with pytest.raises(InputError, match=r"device=cuda:99 is not here: PyTorch sees \d+ CUDA GPUs"):
+        packed.to("cuda:99")
+    with pytest.raises(InputError, match=r"start is the float 0\.0; it must be a whole number"):
+        packed.expert_range(0.0, 1)
 
 
 # --- the container ------------------------------------------------------------------------------
@@ -283,6 +347,10 @@ def test_container_checks_its_buffer() -> None:
     assert packed.nbytes == 3 * 2 * 2 * 2304
     assert "E=3, n=72, k=96" in repr(packed)
     data = packed.data
+    with pytest.raises(InputError, match=r"data is None, not a torch\.Tensor"):
+        PackedExperts(None, 72, 96)
+    with pytest.raises(InputError, match=r"n is the float 72\.0; it must be a whole number"):
+        PackedExperts(data, 72.0, 96)
     with pytest.raises(InputError, match=r"data is torch.int8"):
         PackedExperts(data.view(torch.int8), 72, 96)
     with pytest.raises(InputError, match=r"need \[3, 2, 3, 2304\]"):

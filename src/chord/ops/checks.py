@@ -11,11 +11,37 @@ from typing import NoReturn
 
 import torch
 
+from chord.arguments import check_tensor, describe
 from chord.errors import InputError, UnsupportedError
-from chord.plan.config import MAX_SEGMENTS
-from chord.weights.packed import PackedExperts
+from chord.plan.config import MAX_SEGMENTS, Config, DecodeConfig, PrefillConfig
+from chord.weights.packed import PackedExperts, check_packed
 
 _LOG = logging.getLogger("chord")
+
+
+def check_config_kind(config: object) -> None:
+    """Refuse a configuration that is none, nor None."""
+    if config is not None and not isinstance(config, DecodeConfig | PrefillConfig):
+        raise InputError(
+            f"config is {describe(config)}; it must be a DecodeConfig or PrefillConfig of "
+            f"chord.plan.config, or None to let Chord choose"
+        )
+
+
+def check_config(config: Config | None, x: torch.Tensor) -> None:
+    """Check a caller's configuration, but for whether it can run: that is `plan.legality`'s.
+
+    Args:
+        config: What was given, or None.
+        x: bf16, any shape: without a kernel, on the CPU, no configuration can be run.
+    """
+    check_config_kind(config)
+    if config is not None and not x.is_cuda:
+        raise InputError(
+            f"config={config.label()} names a kernel, and x is on {x.device}, where "
+            f"chord.reference computes without one; leave config out, or move x and the experts to "
+            f"a GPU"
+        )
 
 
 def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
@@ -26,6 +52,8 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
         experts: PackedExperts, [E, N, K] inside.
         dims: Names of the dimensions of x, the last of them K: "[M, K]".
     """
+    check_tensor("x", x)
+    check_packed("experts", experts)
     if x.dtype is not torch.bfloat16 or x.dim() != dims.count(",") + 1:
         raise InputError(f"x is {x.dtype} {list(x.shape)}; it must be bf16 {dims}")
     if x.shape[-1] != experts.k:
@@ -66,6 +94,7 @@ def check_table(
         x: bf16, any shape, on the device that the table has to be on.
         dtypes: Types that it may have.
     """
+    check_tensor(name, table)
     if table.dtype not in dtypes or table.dim() != 1 or not table.is_contiguous():
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InputError(
@@ -85,6 +114,7 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], rule: 
         shape: What the output has to be.
         rule: Why, for the message.
     """
+    check_tensor("out", out)
     if out.dtype is not torch.bfloat16 or out.shape != shape:
         raise InputError(
             f"out is {out.dtype} {list(out.shape)}; it must be bf16 {list(shape)}, {rule}"

@@ -17,6 +17,7 @@ import torch
 
 from chord import device as devices
 from chord import reference, routing
+from chord.arguments import check_tensor, whole_number
 from chord.errors import InputError
 from chord.jit import launch as launching
 from chord.jit.launch import KernelKey, kernel_key
@@ -25,7 +26,7 @@ from chord.plan import select
 from chord.plan.config import Config
 from chord.plan.legality import reject
 from chord.plan.problem import GemmProblem
-from chord.weights.packed import PackedExperts
+from chord.weights.packed import PackedExperts, check_packed
 
 MAX_BLOCK_M = 1024
 _INT_LIMIT = 1 << 31
@@ -91,7 +92,7 @@ def indexed(
         out: bf16, [M * top_k, N], contiguous, 16-byte aligned; rows that no block names are left
             untouched. Without it a new tensor is returned, in which they are zero.
         validate: Check the routing's values first, which waits for the device.
-        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+        config: Run exactly this configuration, on a GPU; None lets `chord.plan.select` choose.
 
     Returns:
         bf16, [M * top_k, N]; `out` if it was given.
@@ -113,24 +114,21 @@ def indexed(
         torch.Size([2, 64])
     """
     ids, blocks, used = sorted_token_ids, expert_ids, num_tokens_post_padded
-    if not isinstance(experts, PackedExperts):
-        raise InputError(
-            f"experts is a {type(experts).__name__}, not PackedExperts; pack it with "
-            f"chord.pack_experts"
-        )
-    weight = experts.data
     # Whatever `_check_call` looks at. Written out: a helper for each would add a third to the call.
-    # fmt: off
-    facts = (
-        top_k, block_m, config, experts.facts, weight.get_device(),
-        x.shape, x.dtype, x.device, x.is_contiguous(),
-        ids.shape, ids.dtype, ids.get_device(), ids.is_contiguous(),
-        blocks.shape, blocks.dtype, blocks.get_device(), blocks.is_contiguous(),
-        used.shape, used.dtype, used.get_device(),  # its one element is always contiguous
-        None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
-    )
-    # fmt: on
-    call = _calls.get(facts)
+    try:
+        # fmt: off
+        facts = (
+            top_k, block_m, config, experts.facts, experts.data.get_device(),
+            x.shape, x.dtype, x.device, x.is_contiguous(),
+            ids.shape, ids.dtype, ids.get_device(), ids.is_contiguous(),
+            blocks.shape, blocks.dtype, blocks.get_device(), blocks.is_contiguous(),
+            used.shape, used.dtype, used.get_device(),  # its one element is always contiguous
+            None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
+        )
+        # fmt: on
+        call = _calls.get(facts)
+    except Exception:  # not a tensor or the like: `_check_call` says so
+        facts, call = None, None
     if call is None:
         call = _check_call(x, experts, (ids, blocks, used), top_k, block_m, out, config)
         _remember(facts, call)
@@ -141,18 +139,18 @@ def indexed(
         checks.refuse_addresses(x, out)
     if not call.on_cuda:
         checks.say_reference_once()
+        top_k, block_m = call.counts[1:3]
         return reference.indexed(
-            x, experts, ids, blocks, used, top_k, out, block_m=call.block_m, validate=validate
+            x, experts, ids, blocks, used, top_k, out, block_m=block_m, validate=validate
         )
     if call.kernel is None:
         return out
     if validate:
-        _validate_values(
-            routing.Indexed(ids, blocks, used, top_k, call.block_m), x.shape[0], experts.num_experts
-        )
+        where = routing.Indexed(ids, blocks, used, call.counts[1], call.block_m)
+        _validate_values(where, x.shape[0], experts.num_experts)
     run(
         call.kernel,
-        (x_at, weight.data_ptr(), out_at),
+        (x_at, experts.data.data_ptr(), out_at),
         call.sizes,
         (ids.data_ptr(), blocks.data_ptr(), used.data_ptr()),
         call.counts,
@@ -213,17 +211,42 @@ def _accept(config: Config, problem: GemmProblem, index: int) -> Config:
     return config
 
 
-def _remember(facts: tuple[Hashable, ...], call: _Call) -> None:
+def _remember(facts: tuple[Hashable, ...] | None, call: _Call) -> None:
     """Keep what was found about a legal call for the next call of the same facts.
 
     Calls on the CPU are not kept: so a remembered x, and all that has the number of its device, is
     on CUDA. Nor is what was given as anything but an int, which may change in place.
     """
+    if facts is None:
+        return
     top_k, block_m = facts[:2]
     if call.on_cuda and type(top_k) is int and (block_m is None or type(block_m) is int):
         if len(_calls) >= _MAX_REMEMBERED:
             _calls.clear()
         _calls[facts] = call
+
+
+def _check_kinds(
+    x: object,
+    experts: object,
+    where: tuple[object, object, object],
+    top_k: object,
+    block_m: object,
+    out: object,
+    config: object,
+) -> None:
+    """Refuse arguments of `indexed` that are not of the kinds that the other checks rely on."""
+    check_tensor("x", x)
+    check_packed("experts", experts)
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    for name, table in zip(names, where, strict=True):
+        check_tensor(name, table)
+    whole_number("top_k", top_k)
+    if block_m is not None:
+        whole_number("block_m", block_m)
+    if out is not None:
+        check_tensor("out", out)
+    checks.check_config_kind(config)
 
 
 def _check_call(
@@ -236,18 +259,23 @@ def _check_call(
     config: Config | None,
 ) -> _Call:
     """Check all of a call of `indexed` but addresses and contents, and choose its kernel."""
+    _check_kinds(x, experts, where, top_k, block_m, out, config)
     sorted_token_ids, expert_ids, _ = where
+    top_k = whole_number("top_k", top_k)
     checks.check_rows(x, experts, "[M, K]")
     if block_m is None:
         block_m = infer_block_m(sorted_token_ids.numel(), expert_ids.numel())
+    block_m = whole_number("block_m", block_m)
     num_routes = _check_routing(x, *where, top_k, block_m)
     if out is not None:
         checks.check_out(out, x, (num_routes, experts.n), "a row for each of the M * top_k routes")
+    checks.check_config(config, x)
     has_work = num_routes > 0 and expert_ids.numel() > 0 and sorted_token_ids.numel() > 0
     kernel = None
-    if x.is_cuda and has_work:
+    if x.is_cuda:
         problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_routes, "Indexed")
-        kernel = choose(problem, x.get_device(), config)
+        chosen = choose(problem, x.get_device(), config)
+        kernel = chosen if has_work else None
     return _Call(
         num_routes=num_routes,
         block_m=block_m,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from chord import reference, routing
+from chord.arguments import whole_number
 from chord.errors import InputError
+from chord.jit.launch import KernelKey
 from chord.ops import checks
 from chord.ops.grouped_gemm import choose, run
 from chord.plan.config import Config
@@ -48,7 +50,7 @@ def contiguous(
         m_indices: int32 or int64, [R], instead of expert_offsets: the expert of each row,
             ascending, -1 for a row of nobody, which may stand anywhere.
         validate: Check the offsets' or indices' values first, which waits for the device.
-        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+        config: Run exactly this configuration, on a GPU; None lets `chord.plan.select` choose.
 
     Returns:
         bf16, [R, N]; `out` if it was given.
@@ -68,6 +70,7 @@ def contiguous(
         torch.Size([5, 64])
     """
     checks.check_rows(x, experts, "[R, K]")
+    checks.check_config(config, x)
     num_rows = x.shape[0]
     name, table = _contiguous_table(x, experts, expert_offsets, m_indices)
     out = _prepare_out(x, out, (num_rows, experts.n), "a row for each row of x")
@@ -76,6 +79,9 @@ def contiguous(
         return reference.contiguous(
             x, experts, expert_offsets, out, m_indices=m_indices, validate=validate
         )
+    addressing = "ContiguousOffsets" if name == "expert_offsets" else "ContiguousIndices"
+    problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_rows, addressing)
+    kernel = choose(problem, x.get_device(), config)
     if num_rows == 0:
         return out
     if validate:
@@ -83,10 +89,8 @@ def contiguous(
         where.validate(num_rows, experts.num_experts)
         if m_indices is not None:
             checks.check_runs("m_indices", m_indices, "rows")
-    addressing = "ContiguousOffsets" if name == "expert_offsets" else "ContiguousIndices"
-    problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_rows, addressing)
     counts = (int(table.dtype is torch.int64), experts.num_experts, num_rows)
-    _launch(problem, x, experts, out, table, counts, config)
+    _launch(kernel, x, experts, out, table, counts)
     return out
 
 
@@ -118,7 +122,7 @@ def masked(
         expected: The usual number of rows in use per expert; it may change which kernel runs and
             so the order of sums, never which rows are computed.
         validate: Check the counts first, which waits for the device.
-        config: Run exactly this configuration; None lets `chord.plan.select` choose.
+        config: Run exactly this configuration, on a GPU; None lets `chord.plan.select` choose.
 
     Returns:
         bf16, [E, max_m, N]; `out` if it was given.
@@ -138,6 +142,7 @@ def masked(
         torch.Size([2, 3, 64])
     """
     checks.check_rows(x, experts, "[E, max_m, K]")
+    checks.check_config(config, x)
     num_experts, max_rows = experts.num_experts, x.shape[1]
     if x.shape[0] != num_experts:
         raise InputError(
@@ -146,7 +151,7 @@ def masked(
         )
     checks.check_table("tokens_per_expert", tokens_per_expert, x, (torch.int32,))
     _check_length("tokens_per_expert", tokens_per_expert, num_experts, "a count for each expert")
-    if expected is not None and expected < 0:
+    if expected is not None and whole_number("expected", expected) < 0:
         raise InputError(f"expected={expected} must not be negative; leave it out")
     shape = (num_experts, max_rows, experts.n)
     out = _prepare_out(x, out, shape, "a row for each slot of x")
@@ -155,10 +160,6 @@ def masked(
         return reference.masked(
             x, experts, tokens_per_expert, out, expected=expected, validate=validate
         )
-    if max_rows == 0:
-        return out
-    if validate:
-        routing.Masked(tokens_per_expert, expected).validate(max_rows, num_experts)
     problem = GemmProblem(
         num_experts,
         experts.n,
@@ -167,24 +168,28 @@ def masked(
         "Masked",
         None if expected is None else num_experts * expected,
     )
-    _launch(problem, x, experts, out, tokens_per_expert, (num_experts, max_rows), config)
+    kernel = choose(problem, x.get_device(), config)
+    if max_rows == 0:
+        return out
+    if validate:
+        routing.Masked(tokens_per_expert, expected).validate(max_rows, num_experts)
+    _launch(kernel, x, experts, out, tokens_per_expert, (num_experts, max_rows))
     return out
 
 
 def _launch(
-    problem: GemmProblem,
+    kernel: KernelKey,
     x: torch.Tensor,
     experts: PackedExperts,
     out: torch.Tensor,
     table: torch.Tensor,
     counts: tuple[int, ...],
-    config: Config | None,
 ) -> None:
-    """Choose and launch the kernel; `table` and `counts` are the addressing's parameters."""
+    """Launch the kernel; `table` and `counts` are the addressing's parameters."""
     run(
-        choose(problem, x.get_device(), config),
+        kernel,
         (x.data_ptr(), experts.data.data_ptr(), out.data_ptr()),
-        (problem.num_experts, problem.n, problem.k, 0),
+        (experts.num_experts, experts.n, experts.k, 0),
         (table.data_ptr(),),
         counts,
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from chord.arguments import check_readable, check_tensor, describe, whole_number
 from chord.errors import InputError, UnsupportedError
 from chord.weights.layout import (
     CODE_BYTES,
@@ -26,7 +27,7 @@ from chord.weights.layout import (
     reject_shape,
     unit_grid,
 )
-from chord.weights.packed import PackedExperts
+from chord.weights.packed import PackedExperts, check_packed
 
 PER_CHANNEL = -1
 SUPPORTED_GROUPS = (GROUP_SIZE, 64, 128)
@@ -62,7 +63,8 @@ def pack_experts(
     Args:
         weight: either int32, [E, N, K/8], the compressed-tensors form `weight_packed` (element j
             of a row in bits 4*(j mod 8) of word j div 8), or uint8, [E, N, K], one code each.
-            CPU or CUDA, any strides.
+            CPU or CUDA, any strides. E is 1 to 1024; a kernel takes at most 512 experts in a call,
+            so larger stacks run by parts (`PackedExperts.expert_range`).
         weight_scale: bf16, [E, N, K/group_size], or [E, N, 1] with group_size=-1, on the same
             device. Each must be finite and below 256 in magnitude. fp16 and fp32 scales are
             rounded to bf16, with a warning that says so.
@@ -93,12 +95,19 @@ def pack_experts(
         >>> chord.pack_experts(words, scales)
         PackedExperts(E=8, n=512, k=256, 0.6 MiB on cpu)
     """
+    for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
+        check_tensor(name, tensor)
+        check_readable(name, tensor)
     _refuse_format(num_bits, actorder, weight_zero_point)
     num_experts, n, k = _checkpoint_shape(weight)
     group_size = _check_group_size(group_size, k)
     _check_scale_shape(weight, weight_scale, n, k, group_size)
     if weight_g_idx is not None:
         _check_plain_order(weight_g_idx, k, group_size)
+    if not isinstance(interleave_gate_up, bool):
+        raise InputError(
+            f"interleave_gate_up is {describe(interleave_gate_up)}; it must be True or False"
+        )
     if interleave_gate_up and n % TILE_N:
         raise UnsupportedError(
             f"interleave_gate_up with N={n}: gate and up need a multiple of 8 features each, N a "
@@ -136,6 +145,8 @@ def unpack(experts: PackedExperts) -> tuple[torch.Tensor, torch.Tensor]:
         codes: uint8, [E, N, K], 0..15; the value of a weight is (code - 8) * scale.
         scales: bf16, [E, N, K/32]; scales of larger groups come back repeated.
     """
+    check_packed("experts", experts)
+    check_readable("experts.data", experts.data)
     num_experts, n, k = experts.num_experts, experts.n, experts.k
     device, interleaved = experts.device, experts.gate_up_interleaved
     codes = torch.empty(num_experts, n, k, dtype=torch.uint8, device=device)
@@ -310,15 +321,15 @@ def _refuse_format(
     num_bits: int, actorder: str | bool | None, zero_point: torch.Tensor | None
 ) -> None:
     if num_bits != 4:
-        raise UnsupportedError(f"num_bits={num_bits}: only 4 is supported; {SUPPORTED_FORMAT}")
-    if actorder not in PLAIN_ORDER:
+        raise UnsupportedError(f"num_bits={num_bits!r}: only 4 is supported; {SUPPORTED_FORMAT}")
+    if not isinstance(actorder, str | bool | None) or actorder not in PLAIN_ORDER:
         raise UnsupportedError(
             f"actorder={actorder!r} reorders the columns of a row (act-order groups); "
             f"{SUPPORTED_FORMAT}; actorder static or weight is plain order"
         )
     if zero_point is not None:
         raise UnsupportedError(
-            f"weight_zero_point of shape {list(zero_point.shape)}: the checkpoint is asymmetric; "
+            f"weight_zero_point is {describe(zero_point)}: the checkpoint is asymmetric; "
             f"{SUPPORTED_FORMAT}"
         )
 
@@ -343,6 +354,7 @@ def _check_group_size(group_size: int | None, k: int) -> int:
     """Return the number of values that share a scale, K for one scale a row."""
     if group_size is None:
         return GROUP_SIZE
+    group_size = whole_number("group_size", group_size)
     if group_size in (PER_CHANNEL, k):
         return k
     if group_size not in SUPPORTED_GROUPS:
@@ -378,7 +390,9 @@ def _check_scale_shape(
 
 
 def _check_plain_order(g_idx: torch.Tensor, k: int, group_size: int) -> None:
-    if g_idx.shape[-1] != k:
+    check_tensor("weight_g_idx", g_idx)
+    check_readable("weight_g_idx", g_idx)
+    if g_idx.dim() == 0 or g_idx.shape[-1] != k:
         raise InputError(
             f"weight_g_idx has shape {list(g_idx.shape)}; its last dimension must be K={k}"
         )
@@ -391,6 +405,7 @@ def _check_plain_order(g_idx: torch.Tensor, k: int, group_size: int) -> None:
 
 
 def _check_out(out: PackedExperts, weight: torch.Tensor, n: int, k: int, interleaved: bool) -> None:
+    check_packed("out", out)
     seen = (out.num_experts, out.n, out.k, out.gate_up_interleaved)
     wanted = (weight.shape[0], n, k, interleaved)
     if seen != wanted:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from chord.arguments import check_tensor, describe, usable_device, whole_number
 from chord.errors import InputError, UnsupportedError
 from chord.weights.layout import (
     GROUP_SIZE,
@@ -45,6 +46,9 @@ class PackedExperts:
 
     def __post_init__(self) -> None:
         data = self.data
+        check_tensor("data", data)
+        for name in ("n", "k"):
+            whole_number(name, getattr(self, name))
         if data.dtype != torch.uint8 or data.dim() != 4 or data.shape[-1] != UNIT_BYTES:
             raise InputError(
                 f"data is {data.dtype} {list(data.shape)}; a packed weight is uint8 "
@@ -96,6 +100,7 @@ class PackedExperts:
 
     def expert_range(self, start: int, stop: int) -> PackedExperts:
         """Return experts start..stop-1 as a PackedExperts that shares this one's memory."""
+        start, stop = whole_number("start", start), whole_number("stop", stop)
         if not 0 <= start < stop <= self.num_experts:
             raise InputError(
                 f"expert range {start}..{stop} is not a non-empty part of 0..{self.num_experts}"
@@ -104,7 +109,7 @@ class PackedExperts:
 
     def to(self, device: torch.device | str) -> PackedExperts:
         """Return the same weights on `device`: a copy, or this object if it is there already."""
-        moved = self.data.to(device)
+        moved = self.data.to(usable_device("device", device))
         return self if moved is self.data else replace(self, data=moved)
 
     def __repr__(self) -> str:
@@ -112,4 +117,12 @@ class PackedExperts:
         return (
             f"PackedExperts(E={self.num_experts}, n={self.n}, k={self.k}{order}, "
             f"{self.nbytes / 2**20:.1f} MiB on {self.device})"
+        )
+
+
+def check_packed(name: str, value: object) -> None:
+    """Refuse what `pack_experts` has not made."""
+    if not isinstance(value, PackedExperts):
+        raise InputError(
+            f"{name} is {describe(value)}, not PackedExperts; pack it with chord.pack_experts"
         )
