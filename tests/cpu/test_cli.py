@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chord.bench import machine, records
+from chord.bench import machine, records, scenarios
 from chord.cli import app
 from chord.cli.bench import line
 from chord.errors import ChordError, InputError, UnsupportedError
@@ -70,7 +70,18 @@ def test_explain_names_choice_alternatives_and_rejections() -> None:
         *("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "384", "--card", "h200"),
         *("--addressing", "Masked"),
     )
-    assert masked.startswith("h200 Masked E=48 N=4096 K=7168 routed=384")
+    assert masked.startswith("h200 Masked E=48 N=4096 K=7168 routed=384 (8.0 rows an expert)")
+    hinted = run(
+        *("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "24576", "--card", "h200"),
+        *("--addressing", "Masked", "--expected", "8"),
+    )
+    assert hinted.startswith("h200 Masked E=48 N=4096 K=7168 routed=24576 (8.0 rows an expert)")
+    assert "decode" in hinted.splitlines()[1]
+    full = run(
+        *("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "24576", "--card", "h200"),
+        *("--addressing", "Masked"),
+    )
+    assert "prefill" in full.splitlines()[1]
 
 
 def test_explain_refuses_with_the_rule() -> None:
@@ -80,6 +91,19 @@ def test_explain_refuses_with_the_rule() -> None:
     text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "rtx",
                fails=InputError)  # fmt: skip
     assert "rtx" in text
+    text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "h200",
+               "--expected", "4", fails=InputError)  # fmt: skip
+    assert "--expected 4" in text
+
+
+def test_bench_lists_its_suites() -> None:
+    text = run("bench", "--list", "--peer", "humming")
+    assert re.search(r"grouped: 48 experts, .*20 rows, about \d+ s with 1 peer", text), text
+    assert len(text.splitlines()) == len(scenarios.SUITES)
+
+
+def test_tune_refuses_an_unknown_profile() -> None:
+    assert "grouped_decode" in run("tune", "--profile", "decode", fails=InputError)
 
 
 def test_compile_refuses_an_unknown_architecture() -> None:

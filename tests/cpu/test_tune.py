@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chord import timing
 from chord.bench import tune
 from chord.device import known
 from chord.plan import select
@@ -15,9 +16,10 @@ from chord.plan.problem import GemmProblem
 H200 = known("h200")
 
 
-def measured(rows: int, pick: int = 0) -> tune.Measured:
-    problem = GemmProblem(48, 4096, 7168, rows)
-    times = tuple((config, 10.0 + i) for i, config in enumerate(tune.candidates(problem, H200)))
+def measured(rows: int, pick: int = 0, addressing: str = "Indexed") -> tune.Measured:
+    problem = GemmProblem(48, 4096, 7168, rows, addressing)
+    configs = list(tune.candidates(problem, H200))
+    times = tuple((config, 20.0 if i != pick else 10.0) for i, config in enumerate(configs))
     return tune.Measured(problem, *times[pick], times)
 
 
@@ -30,10 +32,20 @@ def test_candidates_are_legal(rows: int) -> None:
     assert (rows <= 1024) == any(config.kernel == "decode" for config in configs)
 
 
-def test_every_projection_of_the_suites_is_tuned() -> None:
-    tasks = tune.tasks()
-    assert len(tasks) == len(set(tasks)) == 4
-    assert {experts for experts, _ in tasks} == set(tune.TOKENS)
+def test_every_task_is_of_its_profile() -> None:
+    indexed, prefill, decode = (tune.tasks(name) for name in tune.PROFILE_NAMES)
+    assert {(t.num_experts, t.projection.n) for t in indexed} >= {
+        (48, 4096),
+        (384, 512),
+        (12, 7168),
+    }
+    for tasks, addressing in ((indexed, "indexed"), (prefill, "contiguous"), (decode, "masked")):
+        assert len(tasks) == len(set(tasks))
+        assert {task.series.addressing for task in tasks} == {addressing}
+        for task in tasks:
+            assert [case.tokens for case in task.cases()] == list(task.series.counts)
+    assert tune.file_name("h200", "") == "h200.json"
+    assert tune.file_name("h200", "grouped_decode") == "h200_grouped_decode.json"
 
 
 def test_written_rows_are_chosen_without_gaps(tmp_path: Path) -> None:
@@ -53,3 +65,75 @@ def test_written_rows_are_chosen_without_gaps(tmp_path: Path) -> None:
         assert decision.reason.startswith(f"profile {path.name} row {row}, ")
     beyond = select.decide(GemmProblem(48, 4096, 7168, 20481), H200, tmp_path)
     assert beyond.reason.startswith("cost model")
+
+
+def test_grouped_rows_go_by_rows_per_expert(tmp_path: Path) -> None:
+    for name, addressing in (
+        ("grouped_prefill", "ContiguousOffsets"),
+        ("grouped_decode", "Masked"),
+    ):
+        rows = tune.profile_rows([measured(48, 0, addressing), measured(768, 1, addressing)])
+        assert [(row["rows_from"], row["rows_to"]) for row in rows] == [(1, 4), (5, 20)]
+        tune.write_profile(rows, "h200", tmp_path / tune.file_name("h200", name))
+    select.profile_rows.cache_clear()
+    first, second = (row.config for row in select.profile_rows("h200", tmp_path)[:2])
+    assert first != second
+
+    def reason(problem: GemmProblem, config: object) -> str:
+        decision = select.decide(problem, H200, tmp_path)
+        assert decision.config == config or decision.reason.startswith("cost model")
+        return decision.reason
+
+    ids = GemmProblem(48, 4096, 7168, 48 * 16, "ContiguousIndices")
+    assert reason(ids, second).startswith("profile h200_grouped_prefill.json row 1, ")
+    hinted = GemmProblem(48, 4096, 7168, 48 * 128, "Masked", expected_rows=48 * 3)
+    assert reason(hinted, first).startswith("profile h200_grouped_decode.json row 0, ")
+    full = GemmProblem(48, 4096, 7168, 48 * 128, "Masked")
+    assert reason(full, None).startswith("cost model")
+    shard = GemmProblem(12, 4096, 7168, 12 * 4 + 1, "ContiguousOffsets")
+    assert reason(shard, second).endswith(" with 48 experts")
+    far = GemmProblem(11, 4096, 7168, 44, "ContiguousOffsets")
+    assert reason(far, None).startswith("cost model")
+    assert reason(GemmProblem(48, 4096, 7168, 48 * 16), None).startswith("cost model")
+
+
+def test_the_same_number_of_experts_is_nearer(tmp_path: Path) -> None:
+    rows = tune.profile_rows([measured(768, 1, "Masked")])
+    other = [{**row, "num_experts": 24, "config": row["config"]} for row in rows]
+    tune.write_profile([*other, *rows], "h200", tmp_path / "h200_grouped_decode.json")
+    select.profile_rows.cache_clear()
+    decision = select.decide(GemmProblem(48, 4096, 7168, 48 * 16, "Masked"), H200, tmp_path)
+    assert "row 1, " in decision.reason
+
+
+def test_a_choice_stays_where_it_is_as_fast() -> None:
+    problem = GemmProblem(48, 4096, 7168, 8)
+    one, two, *_ = tune.candidates(problem, H200)
+
+    def row(count: int, *times: tuple[tune.Config, float]) -> tune.Measured:
+        return tune.Measured(GemmProblem(48, 4096, 7168, count), *times[0], times)
+
+    rows = tune.profile_rows(
+        [row(8, (one, 10.0)), row(16, (two, 20.0), (one, 20.1)), row(32, (two, 30.0), (one, 31.0))]
+    )
+    assert [row["config"] for row in rows] == [one.fields(), one.fields(), two.fields()]
+    assert [row["us"] for row in rows] == [10.0, 20.1, 30.0]
+
+
+def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lucky first look does not decide; one far behind costs no second."""
+    one, two, three, *_ = tune.candidates(GemmProblem(48, 4096, 7168, 160), H200)
+    looks: list[str] = []
+    first = {"one": 99.0, "two": 100.0, "three": 150.0}
+    again = {"one": 103.0, "two": 101.0}
+
+    def measured(call: timing.Call, *, warmup_ms: float, repeat_ms: float) -> timing.Timing:
+        name = str(call())
+        us = again[name] if name in looks else first[name]
+        looks.append(name)
+        return timing.Timing(us, us, us, 1, 1, 1, timing.FLUSH_BYTES, False)
+
+    monkeypatch.setattr(tune, "measure", measured)
+    calls = {one: lambda: "one", two: lambda: "two", three: lambda: "three"}
+    assert tune.fastest_first(calls) == [(two, 101.0), (one, 103.0), (three, 150.0)]
+    assert looks == ["one", "two", "three", "one", "two", "one", "two"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from chord.bench.work import Work, make_work
 from chord.device import facts_of
 from chord.errors import ChordError
 from chord.plan import select
+from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
 from chord.timing import measure, measure_host_us, method
 
@@ -46,36 +48,32 @@ class Chord:
         """Return True: every case is Chord's."""
         return True
 
-    def prepare_call(self, work: Work) -> Callable[[], object]:
+    def prepare_call(self, work: Work, config: Config | None = None) -> Callable[[], object]:
         """Prepare one expert GEMM, without checks of values, as an engine calls it.
 
         Args:
             work: Operands.
+            config: Run exactly this configuration; None leaves the choice to the planner.
 
         Returns:
             A function without arguments that runs the kernel once.
         """
-        experts, addressing = self._experts, work.case.series.addressing
-        expected = work.case.tokens if addressing == "masked" else None
-        label = select.decide(problem_of(work, expected), facts_of(work.x.device.index)).config
-        self.choice = label.label()
-        if work.topk_ids is None and addressing == "masked":
-            assert work.counts is not None, "grouped work has counts"
+        experts = self._experts
+        chosen = config or select.decide(problem_of(work), facts_of(work.x.device.index)).config
+        self.choice = chosen.label()
+        given: dict[str, Any] = {"config": config, "validate": False}
+        if work.case.series.addressing == "masked":
+            expected = work.case.tokens
+            counts = work.offsets.diff().int()
             return functools.partial(
-                chord.masked,
-                work.x,
-                experts,
-                work.counts,
-                work.out,
-                expected=expected,
-                validate=False,
+                chord.masked, work.x, experts, counts, work.out, expected=expected, **given
             )
         if work.topk_ids is None:
             return functools.partial(
-                chord.contiguous, work.x, experts, work.offsets, work.out, validate=False
+                chord.contiguous, work.x, experts, work.offsets, work.out, **given
             )
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
-        block_m = self._block_m or min(label.tile_rows, _MAX_BLOCK_M)
+        block_m = self._block_m or min(chosen.tile_rows, _MAX_BLOCK_M)
         self.choice += f", routing blocks of {block_m}"
         aligned = routing.align(work.topk_ids, num_experts=experts.num_experts, block_m=block_m)
         return functools.partial(
@@ -88,16 +86,15 @@ class Chord:
             work.case.top_k,
             block_m=block_m,
             out=work.out,
-            validate=False,
+            **given,
         )
 
 
-def problem_of(work: Work, expected: int | None = None) -> GemmProblem:
-    """Return what the planner sees of a piece of work.
+def problem_of(work: Work) -> GemmProblem:
+    """Return what the planner sees of a piece of work; masked rows come with the expected count.
 
     Args:
         work: Operands.
-        expected: Rows per expert that the caller of `chord.masked` expects.
     """
     case = work.case
     name = {"indexed": "Indexed", "contiguous": "ContiguousOffsets", "masked": "Masked"}
@@ -107,7 +104,7 @@ def problem_of(work: Work, expected: int | None = None) -> GemmProblem:
         case.projection.k,
         len(work.owners),
         name[case.series.addressing],
-        None if expected is None else case.num_experts * expected,
+        case.num_routes if case.series.addressing == "masked" else None,
     )
 
 

@@ -1,12 +1,11 @@
 """Measure every legal candidate on this card and keep the fastest as a profile row.
 
 The candidates and what may run are `chord.plan`'s; the timer is `chord.timing`'s. Owned here: which
-row counts stand for which ranges, and the file that `chord.plan.select` reads.
+row counts stand for which ranges, and the files that `chord.plan.select` reads.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -17,30 +16,50 @@ from pathlib import Path
 
 import torch
 
-import chord
-from chord import routing
 from chord.bench import machine, records
-from chord.bench.operands import random_checkpoint, random_rows
-from chord.bench.scenarios import SUITES, TOP_K, Projection, route
+from chord.bench.operands import random_checkpoint
+from chord.bench.run import Chord, problem_of
+from chord.bench.scenarios import Case, Projection, Series, Suite, cases, layer
+from chord.bench.work import make_work
 from chord.device import DeviceFacts, facts_of
 from chord.plan.config import Config, shipped_configs
 from chord.plan.legality import reject
 from chord.plan.problem import GemmProblem
-from chord.timing import measure
+from chord.timing import Call, measure
 
 BLOCK_M = 16
-WARMUP_MS, REPEAT_MS = 3.0, 15.0
+# A first look at every candidate, then more time for those that could be the fastest.
+WARMUP_MS, REPEAT_MS, FINAL_MS = 3.0, 15.0, 30.0
+_FINALISTS, _FINAL_ROUNDS, _CLOSE = 3, 2, 1.06
+# The choice of the row before stays where it is this close to the fastest: neighbouring problems
+# then run the same kernel, and time grows without steps.
+_AS_FAST = 1.01
 # Beyond the largest measured row count the cost model decides again.
 _LAST_STRETCH = 1.25
 # A decode configuration that needs more passes than this over each expert is not worth its time.
 _MOST_PASSES = 3
 
-# Tokens routed on one rank: those of the suites, and enough between them that neighbouring choices
-# stand for their surroundings.
-TOKENS = {
-    48: (1, 2, 4, 8, 14, 20, 30, 40, 50, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 2048),
-    384: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-}
+
+@dataclass(frozen=True)
+class Task:
+    """One projection, one way to say which rows an expert has, and the counts to measure.
+
+    Attributes:
+        profile: What the file is called behind the card's name; "" for the card's own file.
+        num_experts: Experts on one rank.
+        projection: The GEMM.
+        series: The counts, what they count, and how rows spread.
+    """
+
+    profile: str
+    num_experts: int
+    projection: Projection
+    series: Series
+
+    def cases(self) -> list[Case]:
+        """Return a case for each count, smallest first."""
+        suite = Suite("tune", self.num_experts, (self.projection,), (self.series,))
+        return list(cases(suite, self.projection))
 
 
 @dataclass(frozen=True)
@@ -60,15 +79,41 @@ class Measured:
     all_us: tuple[tuple[Config, float], ...]
 
 
-def tasks() -> list[tuple[int, Projection]]:
-    """Return the (experts, projection) pairs of the benchmark suites, each once."""
-    return list(
-        dict.fromkeys(
-            (suite.num_experts, projection)
-            for suite in SUITES.values()
-            for projection in suite.projections
-        )
-    )
+# Tokens routed on one rank: those of the suites, and enough between them that neighbouring choices
+# stand for their surroundings.
+_SMALL = (1, 2, 4, 8, 14, 20, 30, 40, 50, 64, 80, 96, 128)
+_TOKENS = {
+    48: (*_SMALL, 160, 192, 256, 384, 512, 768, 1024, 2048),
+    24: (*_SMALL, 192, 256),
+    12: (*_SMALL, 192, 256),
+    384: (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+}
+_ROWS_PER_EXPERT = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_GROUPED = {
+    "grouped_prefill": Series(_ROWS_PER_EXPERT, "contiguous", "uneven"),
+    "grouped_decode": Series(_ROWS_PER_EXPERT, "masked", "uneven"),
+}
+PROFILE_NAMES = ("", *_GROUPED)
+
+
+def tasks(profile: str) -> list[Task]:
+    """Return what a profile measures: Kimi K2's layer, whole experts or a slice of all.
+
+    Args:
+        profile: One of PROFILE_NAMES.
+    """
+    whole, sliced = layer(7168, 2048), layer(7168, 2048, tp=8)
+    if profile == "":
+        return [
+            Task(profile, experts, projection, Series(tokens))
+            for experts, tokens in _TOKENS.items()
+            for projection in (sliced if experts == 384 else whole)
+        ]
+    return [
+        Task(profile, experts, projection, _GROUPED[profile])
+        for experts, projections in ((48, whole), (384, sliced))
+        for projection in projections
+    ]
 
 
 def candidates(problem: GemmProblem, device: DeviceFacts) -> Iterator[Config]:
@@ -80,16 +125,11 @@ def candidates(problem: GemmProblem, device: DeviceFacts) -> Iterator[Config]:
             yield config
 
 
-def search(
-    num_experts: int,
-    projection: Projection,
-    on_row: Callable[[Measured], None] = lambda row: None,
-) -> list[Measured]:
-    """Measure one projection over its row counts on the current GPU.
+def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) -> list[Measured]:
+    """Measure one task over its row counts on the current GPU.
 
     Args:
-        num_experts: Experts on one rank.
-        projection: The GEMM.
+        task: What to measure.
         on_row: Called with each finished row.
 
     Raises:
@@ -97,54 +137,65 @@ def search(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     facts = facts_of(device.index)
-    checkpoint = random_checkpoint(num_experts, projection.n, projection.k, device)
-    experts = chord.pack_experts(checkpoint.weight_packed, checkpoint.weight_scale)
-    del checkpoint
-    top_k = TOP_K if projection.name == "gate_up" else 1
+    n, k = task.projection.n, task.projection.k
+    chord = Chord(random_checkpoint(task.num_experts, n, k, device), BLOCK_M)
     measured = []
-    for tokens in TOKENS[num_experts]:
-        num_routes = tokens * TOP_K
-        problem = GemmProblem(num_experts, projection.n, projection.k, num_routes)
-        aligned = routing.align(
-            route(tokens, num_experts, device), num_experts=num_experts, block_m=BLOCK_M
-        )
-        x = random_rows(num_routes // top_k, projection.k, device)
-        out = torch.empty(num_routes, projection.n, dtype=torch.bfloat16, device=device)
-        times: list[tuple[Config, float]] = []
-        for config in candidates(problem, facts):
-            call = functools.partial(
-                chord.indexed,
-                x,
-                experts,
-                aligned.sorted_token_ids,
-                aligned.expert_ids,
-                aligned.num_tokens_post_padded,
-                top_k,
-                block_m=BLOCK_M,
-                out=out,
-                validate=False,
-                config=config,
-            )
-            timing = measure(call, warmup_ms=WARMUP_MS, repeat_ms=REPEAT_MS)
-            times.append((config, round(timing.median_us, 1)))
-        times.sort(key=lambda pair: pair[1])
+    for case in task.cases():
+        work = make_work(case, device)
+        problem = problem_of(work)
+        calls = {config: chord.prepare_call(work, config) for config in candidates(problem, facts)}
+        times = fastest_first(calls)
         measured.append(Measured(problem, *times[0], tuple(times)))
         on_row(measured[-1])
     return measured
 
 
-def profile_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:
-    """Return the rows of one projection: each choice stands up to the geometric middle.
+def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
+    """Time the calls; those close to the fastest again, in turns, so that no single look decides.
 
     Args:
-        measured: Rows of one projection, fewest routed rows first.
+        calls: A function without arguments for each configuration.
+
+    Returns:
+        Configurations with their medians in microseconds, fastest first.
     """
-    counts = [row.problem.routed_rows for row in measured]
+
+    def look(call: Call, repeat_ms: float) -> float:
+        return measure(call, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms).median_us
+
+    times = {config: look(call, REPEAT_MS) for config, call in calls.items()}
+    close = sorted(times, key=lambda config: times[config])[:_FINALISTS]
+    close = [config for config in close if times[config] <= _CLOSE * times[close[0]]]
+    if len(close) > 1:
+        rounds = [
+            {config: look(calls[config], FINAL_MS) for config in close}
+            for _ in range(_FINAL_ROUNDS)
+        ]
+        times |= {config: sum(one[config] for one in rounds) / _FINAL_ROUNDS for config in close}
+    ordered = sorted(times.items(), key=lambda pair: pair[1])
+    return [(config, round(us, 1)) for config, us in ordered]
+
+
+def profile_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:
+    """Return the rows of one task: each choice stands up to the geometric middle.
+
+    Args:
+        measured: Rows of one task, fewest rows first.
+    """
+    grouped = measured[0].problem.addressing != "Indexed"
+    counts = [
+        math.ceil(row.problem.rows_per_expert) if grouped else row.problem.routed_rows
+        for row in measured
+    ]
     ends = [math.isqrt(low * high) for low, high in itertools.pairwise(counts)]
     ends.append(int(counts[-1] * _LAST_STRETCH))
     rows: list[dict[str, object]] = []
     first = 1
+    config = measured[0].config
     for row, last in zip(measured, ends, strict=True):
+        times = dict(row.all_us)
+        if times.get(config, math.inf) > _AS_FAST * row.us:
+            config = row.config
         rows.append(
             {
                 "num_experts": row.problem.num_experts,
@@ -153,9 +204,9 @@ def profile_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:
                 "addressing": row.problem.addressing,
                 "rows_from": first,
                 "rows_to": last,
-                "kernel": row.config.kernel,
-                "config": row.config.fields(),
-                "us": row.us,
+                "kernel": config.kernel,
+                "config": config.fields(),
+                "us": times[config],
                 "date": records.today(),
             }
         )
@@ -167,8 +218,8 @@ def write_profile(rows: Sequence[dict[str, object]], card: str, path: Path) -> P
     """Write a profile whole or not at all.
 
     Args:
-        rows: What `profile_rows` returned, for all projections.
-        card: Short name of the card, the stem that `chord.plan.select` looks for.
+        rows: What `profile_rows` returned, for all tasks of the profile.
+        card: Short name of the card.
         path: The file.
     """
     head = json.dumps(
@@ -180,3 +231,13 @@ def write_profile(rows: Sequence[dict[str, object]], card: str, path: Path) -> P
     temporary.write_text(f'{head[:-1]}, "rows": [\n  {lines}\n]}}\n')
     os.replace(temporary, path)
     return path
+
+
+def file_name(card: str, profile: str) -> str:
+    """Return the name of a profile's file, which `chord.plan.select` looks for.
+
+    Args:
+        card: Short name of the card.
+        profile: One of PROFILE_NAMES.
+    """
+    return f"{card}_{profile}.json" if profile else f"{card}.json"

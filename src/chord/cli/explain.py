@@ -17,7 +17,10 @@ def explain(
     n: Annotated[int, typer.Option("--n", help="Output features N.")],
     k: Annotated[int, typer.Option("--k", help="Reduction length K.")],
     rows: Annotated[
-        int, typer.Option("--rows", "-r", help="Routed rows R = tokens x top_k, or rows in use.")
+        int,
+        typer.Option(
+            "--rows", "-r", help="Rows of the output: tokens x top_k, rows of x, or E x max_m."
+        ),
     ],
     card: Annotated[
         str, typer.Option(help="h100, h200, b200, b300 or sm_90a, ...; default: the card here.")
@@ -26,14 +29,25 @@ def explain(
         str,
         typer.Option(help="Indexed, ContiguousOffsets, ContiguousIndices or Masked."),
     ] = "Indexed",
+    expected: Annotated[
+        int | None,
+        typer.Option(help="Masked: rows in use per expert, as `chord.masked(expected=...)`."),
+    ] = None,
 ) -> None:
     """Print the kernel that would run for E, N, K and R, why, and what else was considered."""
     from chord import device
+    from chord.errors import InputError
     from chord.plan import cost, select
     from chord.plan.problem import GemmProblem
 
+    if expected is not None and (addressing != "Masked" or expected < 0):
+        raise InputError(
+            f"--expected {expected} is the rows in use per expert of masked rows, at least 0; "
+            f"the addressing is {addressing}"
+        )
     facts = device.known(card) if card else _card_here()
-    problem = GemmProblem(num_experts=experts, n=n, k=k, routed_rows=rows, addressing=addressing)
+    hint = None if expected is None else experts * expected
+    problem = GemmProblem(experts, n, k, rows, addressing, hint)
     decision = select.decide(problem, facts)
     floor_us = cost.floor_us(problem, facts)
     console.print(

@@ -1,4 +1,4 @@
-"""`chord tune`: measure every shipped configuration on this card and write its profile."""
+"""`chord tune`: measure every shipped configuration on this card and write its profiles."""
 
 from __future__ import annotations
 
@@ -10,38 +10,60 @@ import typer
 from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
-    from chord.bench.tune import Measured
+    from chord.bench.tune import Measured, Task
 
 
 def tune(
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Profile to measure: indexed, grouped_prefill (rows sorted by expert) or "
+            "grouped_decode (rows in slots); repeat for several. Default: all."
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File to write. Default: this card's file in the package.")
+        Path | None, typer.Option(help="Folder to write to. Default: the package's profiles.")
     ] = None,
 ) -> None:
-    """Measure all candidates for the shapes of the benchmark suites; the fastest become rows."""
+    """Measure all candidates over Kimi K2's shapes and row counts; the fastest become rows."""
     import torch
 
     from chord.bench import tune as search
     from chord.device import facts_of
-    from chord.errors import UnsupportedError
+    from chord.errors import InputError, UnsupportedError
     from chord.plan.select import PROFILES
 
+    known = {name or "indexed": name for name in search.PROFILE_NAMES}
+    for name in profile or []:
+        if name not in known:
+            raise InputError(f"there is no profile {name!r}; there are {', '.join(known)}")
     if not torch.cuda.is_available():
         raise UnsupportedError("tuning measures on a GPU, and PyTorch sees none here")
     facts = facts_of(torch.cuda.current_device())
+    for name in profile or known:
+        rows = _measure(search.tasks(known[name]), name)
+        path = (out or PROFILES) / search.file_name(facts.card, known[name])
+        search.write_profile(rows, facts.card, path)
+        console.print(f"wrote {len(rows)} rows to {path}")
+
+
+def _measure(tasks: list[Task], name: str) -> list[dict[str, object]]:
+    import torch
+
+    from chord.bench import tune as search
+
     rows: list[dict[str, object]] = []
-    tasks = search.tasks()
     with progress() as bar:
-        task = bar.add_task("tune", total=sum(len(search.TOKENS[experts]) for experts, _ in tasks))
+        shown = bar.add_task(name, total=sum(len(task.series.counts) for task in tasks))
 
         def show(row: Measured) -> None:
             bar.console.print(line(row), soft_wrap=True)
-            bar.advance(task)
+            bar.advance(shown)
 
-        for experts, projection in tasks:
-            rows += search.profile_rows(search.search(experts, projection, show))
-    path = search.write_profile(rows, facts.card, out or PROFILES / f"{facts.card}.json")
-    console.print(f"wrote {len(rows)} rows to {path}")
+        for task in tasks:
+            rows += search.profile_rows(search.search(task, show))
+            torch.cuda.empty_cache()
+    return rows
 
 
 def line(row: Measured) -> str:
@@ -52,4 +74,7 @@ def line(row: Measured) -> str:
     """
     problem = row.problem
     times = " | ".join(f"{us:.1f} us {config.label()}" for config, us in row.all_us)
-    return f"E={problem.num_experts} N={problem.n} K={problem.k} R={problem.routed_rows}: {times}"
+    return (
+        f"{problem.addressing} E={problem.num_experts} N={problem.n} K={problem.k} "
+        f"R={problem.routed_rows}: {times}"
+    )

@@ -2,12 +2,17 @@
 
 Candidates are the shipped configurations of the card's architecture and those of its profile rows;
 `legality.reject` removes what cannot run, `cost.predict_us` orders the rest.
+
+Of indexed rows the host knows the number, and a row of the profile is for the same number of
+experts. Of grouped rows it knows what an expert has room for or is expected to have; there a row is
+for a number of rows per expert, and one measured with another number of experts stands in.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,10 @@ from chord.plan.problem import GemmProblem
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 
+# Both ways to describe sorted rows run the same kernel, but for its beginning.
+_MEASURED_AS = {"ContiguousIndices": "ContiguousOffsets"}
+_MOST_APART = 4
+
 
 @dataclass(frozen=True)
 class ProfileRow:
@@ -28,8 +37,9 @@ class ProfileRow:
 
     Attributes:
         source: File and number of the row, for messages.
-        rows_from: Fewest routed rows that it was measured to be best for.
-        rows_to: Most routed rows, included.
+        rows_from: Fewest rows that it was measured to be best for: routed rows, or rows per expert
+            where they are grouped.
+        rows_to: Most rows, included.
         us: Measured microseconds.
         date: Day of the measurement.
     """
@@ -45,13 +55,27 @@ class ProfileRow:
     us: float
     date: str
 
-    def covers(self, problem: GemmProblem) -> bool:
-        """Return whether the row was measured for `problem`."""
-        return (
-            (self.num_experts, self.n, self.k) == (problem.num_experts, problem.n, problem.k)
-            and self.addressing == problem.addressing
-            and self.rows_from <= problem.planned_rows <= self.rows_to
-        )
+    def distance(self, problem: GemmProblem) -> float | None:
+        """Return how far the measurement is from `problem`: 0 for the same; None for no relation.
+
+        Grouped rows per expert are alike for other numbers of experts up to a factor of four: the
+        distance is the factor by which there are more or fewer, less one.
+        """
+        if (self.n, self.k) != (problem.n, problem.k):
+            return None
+        if self.addressing != _MEASURED_AS.get(problem.addressing, problem.addressing):
+            return None
+        if problem.addressing == "Indexed":
+            known = self.num_experts == problem.num_experts
+            rows = problem.planned_rows
+        else:
+            known = problem.num_experts <= _MOST_APART * self.num_experts
+            known = known and self.num_experts <= _MOST_APART * problem.num_experts
+            rows = math.ceil(problem.rows_per_expert)
+        if not known or not self.rows_from <= rows <= self.rows_to:
+            return None
+        low, high = sorted((self.num_experts, problem.num_experts))
+        return high / low - 1
 
 
 @dataclass(frozen=True)
@@ -101,10 +125,13 @@ def decide(problem: GemmProblem, device: DeviceFacts, profiles: Path = PROFILES)
     legal.sort(key=lambda pair: pair[1])
     considered, refused = tuple(legal), tuple(rejected)
     legal_configs = {config for config, _ in legal}
-    for row in rows:
-        if row.covers(problem) and row.config in legal_configs:
-            reason = f"profile {row.source}, {row.us:.1f} us measured on {row.date}"
-            return Decision(row.config, reason, considered, refused)
+    known = [(row.distance(problem), row) for row in rows if row.config in legal_configs]
+    related = [(distance, row) for distance, row in known if distance is not None]
+    if related:
+        distance, row = min(related, key=lambda pair: pair[0])
+        where = f" with {row.num_experts} experts" if distance else ""
+        reason = f"profile {row.source}, {row.us:.1f} us measured on {row.date}{where}"
+        return Decision(row.config, reason, considered, refused)
     config, best_us = legal[0]
     return Decision(config, _model_reason(considered, best_us), considered, refused)
 
@@ -118,14 +145,16 @@ def _model_reason(considered: tuple[tuple[Config, float], ...], best_us: float) 
 
 @functools.cache
 def profile_rows(card: str, profiles: Path = PROFILES) -> tuple[ProfileRow, ...]:
-    """Return the measured rows of a card, in the order of its file; () without a file.
+    """Return the measured rows of a card: of `<card>.json`, then of each `<card>_<what>.json`.
 
     Raises:
-        InputError: The file is not a profile.
+        InputError: A file is not a profile.
     """
-    path = profiles / f"{card}.json"
-    if not path.is_file():
-        return ()
+    paths = [profiles / f"{card}.json", *sorted(profiles.glob(f"{card}_*.json"))]
+    return tuple(row for path in paths if path.is_file() for row in _rows_of(path))
+
+
+def _rows_of(path: Path) -> tuple[ProfileRow, ...]:
     try:
         document = json.loads(path.read_text())
         return tuple(

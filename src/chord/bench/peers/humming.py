@@ -133,7 +133,7 @@ class Humming:
     def _tables(self, work: Work, block_m: int) -> dict[str, torch.Tensor]:
         if work.topk_ids is None:
             masked = work.case.series.addressing == "masked"
-            return {"expert_layout": work.counts if masked else work.offsets}  # type: ignore[dict-item]
+            return {"expert_layout": work.offsets.diff().int() if masked else work.offsets}
         aligned = routing.align(work.topk_ids, num_experts=self._num_experts, block_m=block_m)
         return {
             "sorted_ids": aligned.sorted_token_ids,
