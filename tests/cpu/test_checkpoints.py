@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import cases
 from chord.errors import InputError, UnsupportedError
 from chord.weights import pack_experts, unpack
-from chord.weights.checkpoints import MoELayer, check_quantization_config, load_moe_layer
+from chord.weights.checkpoints import MoELayer, load_moe_layer, slice_features, slice_reduction
+from chord.weights.quantization import check_quantization_config
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 96, 128
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -173,13 +174,14 @@ def test_bits_agree_with_compressed_tensors(tmp_path: Path) -> None:
 
 def test_config_may_be_passed(tmp_path: Path) -> None:
     folder = write(tmp_path, "kimi_k2", model_config={"num_experts": EXPERTS})
+    experts = range(EXPERTS)
     with pytest.raises(InputError, match=r"config.json has no quantization_config"):
         load_moe_layer(folder, 1)
     check(load_moe_layer(folder, 1, quantization_config=config()), 1)
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match=r"config.json does not exist.*quantization_config="):
         load_moe_layer(folder, 1)
-    check(load_moe_layer(folder, 1, quantization_config=config()), 1)
+    check(load_moe_layer(folder, 1, experts=experts, quantization_config=config()), 1)
 
 
 def test_one_scale_a_row(tmp_path: Path) -> None:
@@ -231,6 +233,97 @@ def test_missing_last_expert_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tensor .*experts\.3\.gate_proj.*is missing"):
         load_moe_layer(folder, 1)
     check(load_moe_layer(folder, 1, experts=range(3)), 1, slice(0, 3))
+
+
+@pytest.mark.parametrize("count", [None, "4", 4.0, True])
+def test_without_a_count_the_experts_are_asked_for(tmp_path: Path, count: object) -> None:
+    """The names of a checkpoint that lacks its last experts look like a smaller layer."""
+    change = dict.fromkeys(n for n in tensors_of(1, "kimi_k2") if ".experts.3." in n)
+    model_config = {"n_routed_experts": count, "quantization_config": config()}
+    folder = write(tmp_path, "kimi_k2", layers=(1,), change=change, model_config=model_config)
+    with pytest.raises(InputError, match=r"states none of n_routed_experts, .*range\(3"):
+        load_moe_layer(folder, 1)
+    check(load_moe_layer(folder, 1, experts=range(3)), 1, slice(0, 3))
+    with pytest.raises(InputError, match=r"experts=range\(0, 4\) .* within 0\.\.3"):
+        load_moe_layer(folder, 1, experts=range(4))
+
+
+def test_more_experts_than_the_config_counts(tmp_path: Path) -> None:
+    model_config = {"n_routed_experts": 3, "quantization_config": config()}
+    folder = write(tmp_path, "kimi_k2", layers=(1,), model_config=model_config)
+    with pytest.raises(InputError, match=r"has an expert 3, but .*config.json counts 3 experts"):
+        load_moe_layer(folder, 1)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"weight_map": ', "cannot be read as JSON"),
+        (b"", "cannot be read as JSON"),
+        (b"\xff\xfe{}", "cannot be read as JSON"),
+        (b"[1, 2]", r"holds the list \[1, 2\]; it must hold an object"),
+        (b"null", "holds None; it must hold an object"),
+    ],
+)
+def test_broken_json_is_named(tmp_path: Path, file: str, content: bytes, words: str) -> None:
+    folder = write(tmp_path, "kimi_k2", layers=(1,))
+    (folder / file).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{file} {words}"):
+        load_moe_layer(folder, 1)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}])
+def test_an_index_without_its_map_is_named(tmp_path: Path, weight_map: object) -> None:
+    folder = write(tmp_path, "kimi_k2", layers=(1,))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InputError, match=r"index\.json has no weight_map from tensors to files"):
+        load_moe_layer(folder, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer": "1"}, "layer is the str '1'; it must be a whole number"),
+        ({"path": None}, "path is None; it must be a str or a Path"),
+        ({"experts": [0, 1]}, r"experts is the list \[0, 1\]; it must be a range, as range\(4\)"),
+        ({"experts": 4}, "experts is the int 4; it must be a range"),
+        ({"tp_rank": "0"}, "tp_rank is the str '0'"),
+        ({"tp_size": 1.0}, r"tp_size is the float 1\.0"),
+        ({"prefix": 3}, "prefix is the int 3; it must be a str"),
+        ({"device": "gpu"}, "device is the str 'gpu', no device of PyTorch"),
+        ({"device": None}, "device is None, no device of PyTorch"),
+        ({"device": "meta"}, "device=meta holds no values"),
+        ({"device": "cuda:99"}, r"device=cuda:99 is not here: PyTorch sees \d+ CUDA GPUs"),
+        ({"quantization_config": "w4a16"}, "quantization_config is the str 'w4a16'"),
+        ({"quantization_config": {"config_groups": []}}, "config_groups of the config is the list"),
+        ({"quantization_config": config() | {"ignore": "lm_head"}}, "ignore of the config is the"),
+        (
+            {"quantization_config": config() | {"ignore": ["re:("]}},
+            r"'re:\(' of the config is",
+        ),
+    ],
+)
+def test_odd_arguments_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    folder = write(tmp_path, "kimi_k2", layers=(1,))
+    with pytest.raises(InputError, match=words):
+        load_moe_layer(**({"path": folder, "layer": 1} | change))
+
+
+def test_slices_of_ranks_that_do_not_exist() -> None:
+    packed, scale = torch.zeros(4, 64, 16, dtype=torch.int32), torch.zeros(4, 64, 4)
+    for cut in (slice_features, slice_reduction):
+        for rank, size in ((2, 2), (-1, 2), (0, 0)):
+            with pytest.raises(InputError, match=f"tp_rank={rank} with tp_size={size}"):
+                cut(packed, scale, rank, size)
+        with pytest.raises(InputError, match=r"packed is None, not a torch\.Tensor"):
+            cut(None, scale, 0, 1)
+        with pytest.raises(InputError, match=r"packed is torch.float32 \[4, 64, 4\]; .* int32"):
+            cut(scale, scale, 0, 1)
+        with pytest.raises(InputError, match=r"scale is \[4, 32, 4\], packed \[4, 64, 16\]"):
+            cut(packed, scale[:, :32], 0, 1)
+    with pytest.raises(UnsupportedError, match="group_size=0 is not supported"):
+        slice_reduction(packed, scale, 0, 1, group_size=0)
 
 
 def test_broken_downloads(tmp_path: Path) -> None:
@@ -290,6 +383,7 @@ def test_tensor_parallel_refusals(tmp_path: Path) -> None:
         ("weight_packed", torch.ones(HIDDEN, 8, dtype=torch.int32), r"weight_packed I32 \[96, 8\]"),
         ("weight_packed", torch.ones(HIDDEN, 16), r"weight_packed F32"),
         ("weight_shape", torch.tensor([HIDDEN, 120]), r"weight_shape is \[96, 120\]"),
+        ("weight_packed", torch.ones(HIDDEN, dtype=torch.int32), r"weight_packed I32 \[96\]"),
     ],
 )
 def test_tensors_that_do_not_fit(
@@ -300,8 +394,16 @@ def test_tensors_that_do_not_fit(
         load_moe_layer(folder, 1)
 
 
+def test_a_weight_of_one_dimension_is_named(tmp_path: Path) -> None:
+    first = "model.layers.1.mlp.experts.0.gate_proj.weight_packed"
+    change: dict[str, torch.Tensor | None] = {first: torch.ones(8, dtype=torch.int32)}
+    folder = write(tmp_path, "kimi_k2", layers=(1,), change=change)
+    with pytest.raises(InputError, match=rf"{first} has shape \[8\]; it must be \[N, K/8\]"):
+        load_moe_layer(folder, 1)
+
+
 def test_group_size_of_the_config_decides(tmp_path: Path) -> None:
-    model_config = {"quantization_config": config(group_size=64)}
+    model_config = {"num_experts": EXPERTS, "quantization_config": config(group_size=64)}
     folder = write(tmp_path, "sparse", layers=(1,), model_config=model_config)
     with pytest.raises(InputError, match=r"experts\.0\.w1: .*group_size=64"):
         load_moe_layer(folder, 1)

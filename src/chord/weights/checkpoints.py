@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from chord.arguments import check_tensor, describe, usable_device, whole_number
 from chord.errors import InputError, UnsupportedError
-from chord.weights.pack import PER_CHANNEL, PLAIN_ORDER, SUPPORTED_FORMAT, SUPPORTED_GROUPS
+from chord.weights.pack import PER_CHANNEL, SUPPORTED_FORMAT, SUPPORTED_GROUPS
+from chord.weights.quantization import check_quantization_config, section
 
 # gate, up, down in either family of names.
 _PROJECTIONS = {
@@ -75,7 +77,9 @@ def load_moe_layer(
         path: folder with config.json and `model.safetensors.index.json` or one .safetensors file,
             or a .safetensors file beside its config.json.
         layer: number of the layer, as in its tensors' names.
-        experts: global ids that this rank owns (EP), a range of step 1; all by default.
+        experts: global ids that this rank owns (EP), a range of step 1; by default all that
+            config.json counts. Where it counts none they must be given: the names alone do not
+            show that the last ones are missing.
         tp_rank: which slice of every expert this rank owns (TP).
         tp_size: slices per expert. gate and up are cut along N, down along K.
         device: where the result lies. Tensors are read one at a time.
@@ -86,7 +90,8 @@ def load_moe_layer(
         MoELayer with E = len(experts) and I = intermediate size / tp_size.
 
     Raises:
-        InputError: a file or tensor is missing or does not fit; the message names it.
+        InputError: an argument, a file or a tensor is missing or does not fit; the message names
+            it.
         UnsupportedError: not a symmetric 4-bit weight with group scales in plain order, or a
             slice that does not end on a group boundary.
 
@@ -94,24 +99,22 @@ def load_moe_layer(
         >>> layer = load_moe_layer("kimi-k2", 1, experts=range(0, 48))  # doctest: +SKIP
         >>> w2 = chord.pack_experts(layer.w2_packed, layer.w2_scale)    # doctest: +SKIP
     """
-    if tp_size < 1 or not 0 <= tp_rank < tp_size:
-        raise InputError(f"tp_rank={tp_rank} with tp_size={tp_size}; ranks are 0..tp_size-1")
+    _check_ranks(tp_rank, tp_size)
+    layer = whole_number("layer", layer)
+    target = usable_device("device", device)
+    if prefix is not None and not isinstance(prefix, str):
+        raise InputError(f"prefix is {describe(prefix)}; it must be a str, as in 'model.'")
+    if not isinstance(path, str | Path):
+        raise InputError(f"path is {describe(path)}; it must be a str or a Path")
     checkpoint = _Checkpoint(Path(path))
     names = _LayerNames.find(checkpoint, layer, prefix)
-    config = checkpoint.config
     if quantization_config is None:
         quantization_config = _find_quantization_config(checkpoint)
-    num_experts = _count_experts(names, config)
-    experts = range(num_experts) if experts is None else experts
-    if experts.step != 1 or not 0 <= experts.start < experts.stop <= num_experts:
-        raise InputError(
-            f"experts={experts} is not a non-empty range of step 1 within 0..{num_experts}, the "
-            f"experts of {names.stem}"
-        )
+    experts = _choose_experts(experts, names, checkpoint)
     group_size = check_quantization_config(
         quantization_config, names.module(experts.start, names.gate)
     )
-    reader = _LayerReader(checkpoint, names, group_size, torch.device(device))
+    reader = _LayerReader(checkpoint, names, group_size, target)
     w13_packed, w13_scale = reader.read_w13(experts, tp_rank, tp_size)
     w2_packed, w2_scale = reader.read_w2(experts, tp_rank, tp_size)
     if (w2_packed.shape[1], w2_packed.shape[2] * 16) != (
@@ -142,7 +145,10 @@ def slice_features(
 
     Raises:
         UnsupportedError: N is not a multiple of tp_size.
+        InputError: there is no such rank, or the tensors differ in N.
     """
+    _check_ranks(tp_rank, tp_size)
+    _check_pair(packed, scale)
     rows = _feature_slice(packed.shape[-2], tp_rank, tp_size)
     return packed[..., rows, :], scale[..., rows, :]
 
@@ -169,8 +175,12 @@ def slice_reduction(
 
     Raises:
         UnsupportedError: a rank's part is not a whole number of groups.
-        InputError: scale does not have K/group_size columns.
+        InputError: scale does not have K/group_size columns, or there is no such rank.
     """
+    _check_ranks(tp_rank, tp_size)
+    _check_pair(packed, scale)
+    if group_size not in (PER_CHANNEL, *SUPPORTED_GROUPS):
+        raise UnsupportedError(f"group_size={group_size!r} is not supported; {SUPPORTED_FORMAT}")
     k = packed.shape[-1] * 8
     groups = 1 if group_size == PER_CHANNEL else k // group_size
     if scale.shape[-1] != groups:
@@ -181,70 +191,25 @@ def slice_reduction(
     return packed[..., words], scale[..., columns]
 
 
-def check_quantization_config(config: Mapping[str, Any], module: str = "") -> int:
-    """Return the group size of a compressed-tensors config that Chord can run; refuse others.
-
-    Args:
-        config: the `quantization_config` of a model's config.json.
-        module: name of an expert's linear layer, to choose among several groups of the config.
-
-    Returns:
-        32, 64 or 128, or -1 for one scale a row.
-
-    Raises:
-        UnsupportedError: another method, width, strategy, order, an asymmetric weight, quantized
-            activations, or a module that the config leaves unquantized.
-    """
-    method = config.get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
-        raise _unsupported(f"quant_method={method!r}")
-    for pattern in config.get("ignore") or ():
-        if module and _matches(pattern, module):
-            raise _unsupported(f"ignore={pattern!r} leaves {module} unquantized")
-    group = _choose_group(config, module)
-    layout = group.get("format") or config.get("format")
-    if layout not in (None, "pack-quantized"):
-        raise _unsupported(f"format={layout!r}, not 'pack-quantized'")
-    if group.get("input_activations") is not None:
-        raise _unsupported("input_activations are quantized, Chord's are bf16")
-    weights = group.get("weights") or {}
-    stated = {"type": "int", "symmetric": True, **weights}  # the format's own defaults
-    for key, value in {"num_bits": 4, "type": "int", "symmetric": True}.items():
-        if stated.get(key) != value:
-            raise _unsupported(f"weights.{key}={stated.get(key)!r}, not {value!r}")
-    if weights.get("dynamic"):
-        raise _unsupported(f"weights.dynamic={weights['dynamic']!r}")
-    if weights.get("actorder") not in PLAIN_ORDER:
-        raise _unsupported(f"weights.actorder={weights['actorder']!r} (act-order groups)")
-    strategy, group_size = weights.get("strategy"), weights.get("group_size")
-    if strategy == "channel" and group_size in (None, -1):
-        return PER_CHANNEL
-    if strategy not in (None, "group") or group_size not in SUPPORTED_GROUPS:
-        raise _unsupported(f"weights.strategy={strategy!r} with group_size={group_size!r}")
-    return int(group_size)
+def _check_ranks(tp_rank: int, tp_size: int) -> None:
+    rank, size = whole_number("tp_rank", tp_rank), whole_number("tp_size", tp_size)
+    if size < 1 or not 0 <= rank < size:
+        raise InputError(f"tp_rank={rank} with tp_size={size}; ranks are 0..tp_size-1")
 
 
-def _unsupported(what: str) -> UnsupportedError:
-    return UnsupportedError(f"quantization_config: {what}; {SUPPORTED_FORMAT}")
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Tell whether a target of the config names a module: `re:` regex, full name or its end."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or module.endswith("." + pattern)
-
-
-def _choose_group(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return the config group of a module: by its name first, then by its class, Linear."""
-    groups: list[Mapping[str, Any]] = list((config.get("config_groups") or {}).values())
-    if len(groups) == 1:
-        return groups[0]
-    by_name = [g for g in groups if any(_matches(t, module) for t in g.get("targets") or ())]
-    by_class = [g for g in groups if "Linear" in (g.get("targets") or ())]
-    if by_name or by_class:
-        return (by_name + by_class)[0]
-    raise _unsupported(f"none of {len(groups)} config_groups targets {module or 'Linear'}")
+def _check_pair(packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Refuse weight and scale that are not of the same features."""
+    check_tensor("packed", packed)
+    check_tensor("scale", scale)
+    if packed.dtype is not torch.int32 or packed.dim() < 2:
+        raise InputError(
+            f"packed is {packed.dtype} {list(packed.shape)}; it must be int32 [..., N, K/8]"
+        )
+    if scale.shape[:-1] != packed.shape[:-1]:
+        raise InputError(
+            f"scale is {list(scale.shape)}, packed {list(packed.shape)}; they must agree in all "
+            f"but the last dimension"
+        )
 
 
 def _feature_slice(n: int, tp_rank: int, tp_size: int) -> slice:
@@ -283,16 +248,20 @@ class _Checkpoint:
         else:
             raise InputError(f"path={path} does not exist; pass a checkpoint folder or file")
         self.config_path = self.folder / "config.json"
-        self.config: dict[str, Any] = (
-            json.loads(self.config_path.read_text()) if self.config_path.is_file() else {}
-        )
+        self.config = _read_object(self.config_path) if self.config_path.is_file() else {}
         self._open: dict[Path, Any] = {}
 
     @staticmethod
     def _read_index(folder: Path) -> dict[str, Path]:
         index = folder / _INDEX
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = _read_object(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(file, str) for file in weight_map.values()
+            ):
+                raise InputError(
+                    f"{index} has no weight_map from tensors to files; is the download complete?"
+                )
             return {name: folder / file for name, file in weight_map.items()}
         single = sorted(folder.glob("*.safetensors"))
         if len(single) != 1:
@@ -319,12 +288,25 @@ class _Checkpoint:
             ) from None
 
 
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds, which must be an object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        raise InputError(
+            f"{file} cannot be read as JSON ({error}); is the download complete?"
+        ) from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds {describe(content)}; it must hold an object")
+    return content
+
+
 def _open_file(file: Path) -> Any:
     if not file.is_file():
         raise InputError(f"{file} does not exist; is the download complete?")
     try:
         return safe_open(str(file), framework="pt", device="cpu")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"{file} is not a readable safetensors file: {error}") from None
 
 
@@ -373,21 +355,53 @@ class _LayerNames:
         return _LayerNames(stem, *_PROJECTIONS[block], frozenset(ids))
 
 
-def _count_experts(names: _LayerNames, config: Mapping[str, Any]) -> int:
-    """Return the number of experts the config states, or that the names show without one."""
-    for part in (config.get("text_config") or {}, config):
+def _choose_experts(experts: range | None, names: _LayerNames, checkpoint: _Checkpoint) -> range:
+    """Return the experts to read: those asked for, else all that the config counts.
+
+    The names count too few where the last experts are missing, so they never decide.
+    """
+    counted = _count_experts(checkpoint.config)
+    named = max(names.expert_ids) + 1
+    if counted is not None and named > counted:
+        raise InputError(
+            f"{names.stem} has an expert {named - 1}, but {checkpoint.config_path} counts "
+            f"{counted} experts; do config and tensors belong together?"
+        )
+    if experts is None and counted is None:
+        raise InputError(
+            f"{checkpoint.config_path} states none of {', '.join(_EXPERT_COUNTS)}, so nothing "
+            f"shows whether the last of the {named} experts found is the layer's last; pass "
+            f"experts=range({named}) if it is"
+        )
+    if experts is None:
+        return range(counted or 0)
+    limit = named if counted is None else counted
+    if not isinstance(experts, range):
+        raise InputError(f"experts is {describe(experts)}; it must be a range, as range({limit})")
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= limit:
+        raise InputError(
+            f"experts={experts} is not a non-empty range of step 1 within 0..{limit}, the "
+            f"experts of {names.stem}"
+        )
+    return experts
+
+
+def _count_experts(config: Mapping[str, Any]) -> int | None:
+    """Return the number of experts that the config states, or None."""
+    for part in (section(config, "text_config"), config):
         for key in _EXPERT_COUNTS:
-            if isinstance(part.get(key), int):
+            if type(part.get(key)) is int:
                 return int(part[key])
-    return max(names.expert_ids) + 1
+    return None
 
 
 def _find_quantization_config(checkpoint: _Checkpoint) -> Mapping[str, Any]:
     config = checkpoint.config
-    for part in (config, config.get("text_config") or {}):
-        found = part.get("quantization_config") or part.get("compression_config")
-        if found:
-            return dict(found)
+    for part in (config, section(config, "text_config")):
+        for key in ("quantization_config", "compression_config"):
+            found = section(part, key)
+            if found:
+                return found
     raise InputError(
         f"{checkpoint.config_path} has no quantization_config"
         if checkpoint.config
@@ -447,7 +461,10 @@ class _LayerReader:
 
     def _shape(self, module: str) -> tuple[int, int, str]:
         """Return N, K and the name of the scales' dtype of the first expert's module."""
-        n, words = self._slice(module, "weight_packed").get_shape()
+        shape = self._slice(module, "weight_packed").get_shape()
+        if len(shape) != 2:
+            raise InputError(f"{module}.weight_packed has shape {shape}; it must be [N, K/8]")
+        n, words = shape
         return n, words * 8, self._slice(module, "weight_scale").get_dtype()
 
     def _allocate(
