@@ -94,13 +94,18 @@ def grouped_inputs(
 def owned_inputs(
     owners: torch.Tensor, n: int, k: int, routing: Contiguous | Masked, num_experts: int = 0
 ) -> Inputs:
-    """Make EXACT operands for rows with these owners, int32 [rows]; rows of nobody hold NaN."""
+    """Make EXACT operands for rows with these owners, int32 [rows].
+
+    Rows of nobody hold NaN, inf and -inf in turn.
+    """
     if isinstance(routing, Masked):
         num_experts = routing.tokens_per_expert.numel()
     weights = cases.random_weights(num_experts, n, k, scale_powers=3)
     x = cases.exact_x(len(owners), k)
     expected = cases.expected_rows(x, weights, owners)
-    x[owners < 0] = float("nan")
+    nobody = (owners < 0).nonzero().flatten()
+    for first, value in enumerate(("nan", "inf", "-inf")):
+        x[nobody[first::3]] = float(value)
     if isinstance(routing, Masked):
         x = x.view(num_experts, -1, k)
     return Inputs(x, weights, routing, expected)

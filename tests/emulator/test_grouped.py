@@ -9,7 +9,7 @@ from launches import FORMS, check, grouped_inputs, owned_inputs
 import cases
 from chord import reference
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig, PrefillConfig
+from chord.plan.config import Config, DecodeConfig, PrefillConfig, shipped_configs
 from chord.routing import Contiguous, Masked
 
 pytestmark = pytest.mark.emulator
@@ -65,6 +65,23 @@ def test_slots_smaller_than_a_tile(config: Config, max_m: int) -> None:
     given = grouped_inputs(counts, 136, 96, "masked", max_m=max_m)
     for seed in range(3):
         check(config, given, 3, seed=seed)
+
+
+@pytest.mark.field_case(5)
+@pytest.mark.parametrize("room", (1, 8, 17, 63))
+@each_config
+def test_groups_smaller_than_a_tile(config: Config, room: int) -> None:
+    """The same without gaps: a tile of one expert lies over the rows of the next."""
+    given = grouped_inputs((room, 0, 1, room // 2), 136, 96, "offsets32")
+    for seed in range(3):
+        check(config, given, 3, seed=seed)
+
+
+@each_form
+@pytest.mark.parametrize("config", shipped_configs("sm_90a"), ids=lambda c: c.label())
+def test_every_shipped_configuration(config: Config, form: str) -> None:
+    """Ragged groups over several tiles, tails of N and K, more blocks than the narrow ones need."""
+    check(config, grouped_inputs((5, 0, 17, 1, 190), 264, 352, form), 3, seed=4)
 
 
 @each_config

@@ -1,12 +1,13 @@
 """Rows grouped by expert, with the whole buffer that has to come out; for two test files.
 
-A case's rows of nobody hold NaN in x and keep what they held in the output.
+A case's rows of nobody hold NaN or an infinity in x and keep what they held in the output.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 import cases
+import tolerance
+from chord.errors import CaptureError
+from chord.jit import launch as launching
 from chord.plan.config import Config, shipped_configs
 from chord.weights import PackedExperts
 
@@ -30,6 +34,14 @@ COUNTS = (
     (0, 0, 0, 400, 0, 0, 0, 0),
     (0, 0, 0, 0, 0, 0, 0, 0),
 )
+
+# Field case 4: 1, 17, 64 and 130 tokens with two experts each, of random routing.
+TOKENS_COUNTS = tuple(
+    tuple(cases.topk_ids(tokens, 2, E, seed=tokens).flatten().bincount(minlength=E).tolist())
+    for tokens in cases.RAGGED_TOKENS
+)
+# Field case 5: less than a tile for each expert, one with all its room in use, one with none.
+SMALL_ROOMS = (1, 4, 8, 17, 32, 63)
 
 Call = Callable[..., torch.Tensor]  # chord.contiguous or chord.masked
 
@@ -88,8 +100,85 @@ def make_case(
     x = cases.exact_x(len(owners), k, seed=len(owners), device=DEVICE)
     expected, inside = cases.guarded(len(owners), n, device=DEVICE)
     inside.copy_(rows_of(given, owners, x))
-    x[owners < 0] = float("nan")
+    poison_rows(x, owners)
     return Case(name, x.view(*slots, k), where, expected)
+
+
+def poison_rows(x: torch.Tensor, owners: torch.Tensor) -> None:
+    """Fill rows of nobody with NaN, inf and -inf in turn."""
+    nobody = (owners < 0).nonzero().flatten()
+    for first, value in enumerate(("nan", "inf", "-inf")):
+        x[nobody[first::3]] = float(value)
+
+
+@contextlib.contextmanager
+def no_kernel_loaded() -> Iterator[None]:
+    """Forget loaded kernels inside, as a fresh process would."""
+    kept, prepared = dict(launching._loaded), dict(launching._thread.launchers)
+    launching._loaded.clear()
+    launching._thread.launchers.clear()
+    try:
+        yield
+    finally:
+        launching._loaded.update(kept)
+        launching._thread.launchers.update(prepared)
+
+
+def check_cold_capture(call: Call, case: Case, packed: PackedExperts) -> None:
+    """Field case 9 (a): a first call inside capture is refused in words, a warm one captured."""
+    torch.cuda.synchronize()
+    with no_kernel_loaded():
+        buffer = torch.full_like(case.expected, cases.POISON)
+        out = buffer[1:-1].view(*case.x.shape[:-1], packed.n)
+
+        def step() -> None:
+            call(case.x, packed, **case.where, out=out, validate=False)
+
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(CaptureError, match="warm up first"), torch.cuda.graph(graph):
+            step()
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        buffer.fill_(cases.POISON)
+        graph.replay()
+        tolerance.assert_exact(buffer, case.expected)
+
+
+def check_bigger_batch(
+    call: Call, given: Layer, small: Case, big: tuple[torch.Tensor, dict[str, Any], torch.Tensor]
+) -> None:
+    """Field case 9 (c): a graph stays right after a bigger eager call and other allocations.
+
+    Args:
+        call: What to test.
+        given: The weights.
+        small: What the graph holds.
+        big: x of the bigger call, the arguments that describe its rows, and their owners; its
+            output is checked at 200 rows.
+    """
+    buffer = torch.full_like(small.expected, cases.POISON)
+    out = buffer[1:-1].view(*small.x.shape[:-1], given.packed.n)
+    call(small.x, given.packed, **small.where, out=out, validate=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(small.x, given.packed, **small.where, out=out, validate=False)
+    x, where, owners = big
+    many = call(x, given.packed, **where, validate=False)
+    named = torch.linspace(0, len(owners) - 1, 200, device=DEVICE).long()
+    want = rows_of(given, owners[named], x.view(-1, x.shape[-1])[named])
+    want[owners[named] < 0] = 0  # the call's own output begins as zeros
+    tolerance.assert_exact(many.view(len(owners), -1)[named], want.bfloat16())
+    kept = [torch.randn(1 << 20, device=DEVICE) for _ in range(8)]
+    for _ in range(10):
+        buffer.fill_(cases.POISON)
+        graph.replay()
+        tolerance.assert_exact(buffer, small.expected)
+    again = call(x, given.packed, **where, validate=False)
+    assert torch.equal(many, again)
+    assert all(bool(one.isfinite().all()) for one in kept)
 
 
 def launch(

@@ -3,6 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
 
+With `indexed` or `grouped` behind it, only launches of that kind.
+
 Inputs and expected outputs are made on the CPU, so that Chord's kernels are all that is checked.
 Most launches get a grid of a few blocks instead of one a multiprocessor: few blocks go through many
 tiles each, share tiles and hand partial sums over, at a hundredth of the work.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +27,12 @@ import chord
 from chord import device as devices
 from chord.jit import launch as launching
 from chord.plan.config import Config, shipped_configs
-from chord.routing import Indexed, align
+from chord.routing import align
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One problem; `blocks` is the grid, 0 for one block a multiprocessor."""
+    """One problem with indexed rows; `blocks` is the grid, 0 for one block a multiprocessor."""
 
     name: str
     num_experts: int
@@ -42,6 +45,18 @@ class Launch:
     block_m: int = 16
 
 
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """One problem with grouped rows: rows of each expert, and the room for them if in slots."""
+
+    name: str
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    blocks: int
+    slots: int
+
+
 LAUNCHES = (
     Launch("ragged rows, tails of N and K", 4, 136, 352, tokens=23, top_k=2, blocks=3),
     Launch("tiles split over blocks", 2, 264, 1056, tokens=9, top_k=1, blocks=7),
@@ -51,63 +66,130 @@ LAUNCHES = (
     Launch("one block for everything", 2, 72, 96, tokens=200, top_k=1, blocks=1),
     Launch("nobody is routed", 4, 64, 64, tokens=4, top_k=2, blocks=0, routing="none"),
 )
+GROUPED = (
+    GroupedLaunch("ragged groups, tails of N and K", (5, 0, 17, 1, 40), 136, 352, 3, slots=41),
+    GroupedLaunch("groups split over blocks", (3, 0, 20), 264, 1056, 7, slots=20),
+    GroupedLaunch("runs of tiles with a short K", (200, 9), 1032, 32, 3, slots=200),
+    GroupedLaunch("one slot an expert, full grid", (1, 0, 1, 1), 72, 96, 0, slots=1),
+    GroupedLaunch("no rows in use", (0, 0, 0), 64, 64, 0, slots=8),
+)
+BEFORE, AFTER = 3, 5  # rows of nobody around contiguous ones
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a launch needs on the device, and the whole expected buffer with guard rows there."""
+    """One way to launch a problem.
 
-    x: torch.Tensor
-    experts: chord.PackedExperts
-    where: Indexed
+    Attributes:
+        name: For the report.
+        addressing: Kernel addressing type.
+        blocks: Grid, 0 for one block a multiprocessor.
+        call: Fills the given output, which lies on the device.
+        poison: bf16, [rows + 2, N], what the buffer with its guard rows holds before.
+        expected: bf16, [rows + 2, N], and after.
+    """
+
+    name: str
+    addressing: str
+    blocks: int
+    call: Callable[[Config, torch.Tensor], object]
     poison: torch.Tensor
     expected: torch.Tensor
 
 
-def operands(problem: Launch) -> Operands:
+def indexed_operands(problem: Launch) -> Operands:
     weights = cases.random_weights(problem.num_experts, problem.n, problem.k, scale_powers=5)
     x = cases.exact_x(problem.tokens, problem.k)
     ids = cases.topk_ids(problem.tokens, problem.top_k, problem.num_experts, problem.routing)
     where = align(ids, num_experts=problem.num_experts, block_m=problem.block_m)
-    rows = cases.expected_rows(x, weights, ids, problem.top_k)
-    poison = cases.poisoned(len(rows) + 2, problem.n)
-    expected = poison.clone()
-    expected[1:-1] = torch.where(rows.isnan(), cases.POISON, rows).bfloat16()
-    on_device = Indexed(
-        where.sorted_token_ids.cuda(),
-        where.expert_ids.cuda(),
-        where.num_tokens_post_padded.cuda(),
-        where.top_k,
-        where.block_m,
-    )
-    return Operands(x.cuda(), weights.pack().to("cuda"), on_device, poison, expected)
+    tables = [
+        table.cuda()
+        for table in (where.sorted_token_ids, where.expert_ids, where.num_tokens_post_padded)
+    ]
+    on_device, experts = x.cuda(), weights.pack().to("cuda")
 
-
-def set_grid(config: Config, blocks: int) -> None:
-    """Make this thread's launches of a configuration use a grid of that many blocks."""
-    kernel = launching.load(config, "Indexed", 0)
-    launcher = launching.Launcher(kernel, blocks or devices.facts_of(0).num_sms)
-    launching._thread.launchers[launching.kernel_key(config, "Indexed", 0)] = launcher
-
-
-def count_wrong(config: Config, problem: Launch, given: Operands) -> int:
-    """Launch twice (the second finds what the first left) and count differing values."""
-    set_grid(config, problem.blocks)
-    wrong = 0
-    for _ in range(2):
-        buffer = given.poison.cuda()
-        chord.indexed(
-            given.x,
-            given.experts,
-            given.where.sorted_token_ids,
-            given.where.expert_ids,
-            given.where.num_tokens_post_padded,
+    def call(config: Config, out: torch.Tensor) -> object:
+        return chord.indexed(
+            on_device,
+            experts,
+            *tables,
             problem.top_k,
             block_m=problem.block_m,
-            out=buffer[1:-1],
+            out=out,
             validate=False,
             config=config,
         )
+
+    rows = cases.expected_rows(x, weights, ids, problem.top_k)
+    return Operands(problem.name, "Indexed", problem.blocks, call, *buffers(rows))
+
+
+def grouped_operands(problem: GroupedLaunch) -> Iterator[Operands]:
+    """Yield a launch for each way to say which rows an expert has; rows of nobody hold NaN."""
+    counts, num_experts = problem.counts, len(problem.counts)
+    weights = cases.random_weights(num_experts, problem.n, problem.k, scale_powers=5)
+    experts = weights.pack().to("cuda")
+    sorted_owners = cases.owners_of_counts(counts, before=BEFORE, after=AFTER)
+    holes = sorted_owners.clone()
+    holes[::7] = -1
+    offsets = torch.tensor((BEFORE, *counts)).cumsum(0)
+    slots = cases.owners_of_slots(counts, problem.slots)
+    forms = (
+        ("ContiguousOffsets", sorted_owners, {"expert_offsets": offsets}),
+        ("ContiguousIndices", holes, {"m_indices": holes}),
+        ("Masked", slots, {"tokens_per_expert": torch.tensor(counts, dtype=torch.int32)}),
+    )
+    for addressing, owners, where in forms:
+        x = cases.exact_x(len(owners), problem.k)
+        rows = cases.expected_rows(x, weights, owners)
+        x[owners < 0] = torch.nan
+        call = grouped_call(addressing, x.cuda(), experts, where, num_experts)
+        name = f"{problem.name}, {addressing}"
+        yield Operands(name, addressing, problem.blocks, call, *buffers(rows))
+
+
+def grouped_call(
+    addressing: str,
+    x: torch.Tensor,
+    experts: chord.PackedExperts,
+    where: dict[str, torch.Tensor],
+    num_experts: int,
+) -> Callable[[Config, torch.Tensor], object]:
+    tables = {name: table.cuda() for name, table in where.items()}
+
+    def call(config: Config, out: torch.Tensor) -> object:
+        options = {**tables, "config": config, "validate": False}
+        if addressing != "Masked":
+            return chord.contiguous(x, experts, out=out, **options)
+        slots, out_slots = (rows.view(num_experts, -1, rows.shape[1]) for rows in (x, out))
+        return chord.masked(slots, experts, out=out_slots, **options)
+
+    return call
+
+
+def buffers(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole buffer before and after, with guard rows; NaN rows are not written."""
+    poison = cases.poisoned(len(rows) + 2, rows.shape[1])
+    expected = poison.clone()
+    expected[1:-1] = torch.where(rows.isnan(), cases.POISON, rows).bfloat16()
+    return poison, expected
+
+
+def set_grid(config: Config, given: Operands) -> None:
+    """Make this thread's launches of a kernel use the grid of a problem."""
+    kernel = launching.load(config, given.addressing, 0)
+    launcher = launching.Launcher(kernel, given.blocks or devices.facts_of(0).num_sms)
+    key = launching.kernel_key(config, given.addressing, 0)
+    launching._thread.launchers[key] = launcher
+
+
+def count_wrong(config: Config, given: Operands) -> int:
+    """Launch twice (the second finds what the first left) and count differing values."""
+    set_grid(config, given)
+    wrong = 0
+    for _ in range(2):
+        buffer = given.poison.cuda()
+        given.call(config, buffer[1:-1])
         wrong += int((buffer.cpu() != given.expected).sum())
     return wrong
 
@@ -117,16 +199,20 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA GPU here; run this on a machine with one")
         return 2
-    todo = [(problem, operands(problem)) for problem in LAUNCHES]
+    kinds = sys.argv[1:] or ["indexed", "grouped"]
+    todo = [indexed_operands(problem) for problem in LAUNCHES if "indexed" in kinds]
+    todo += [
+        given for problem in GROUPED if "grouped" in kinds for given in grouped_operands(problem)
+    ]
+    if not todo:
+        print(f"{' '.join(kinds)}: name indexed or grouped, or neither for both")
+        return 2
     failed = False
     configs = shipped_configs(devices.facts_of(0).arch)
     for config in configs:
         started = time.perf_counter()
-        wrong = {}
-        for problem, given in todo:
-            count = count_wrong(config, problem, given)
-            if count:
-                wrong[problem.name] = count
+        counts = {given.name: count_wrong(config, given) for given in todo}
+        wrong = {name: count for name, count in counts.items() if count}
         seconds = time.perf_counter() - started
         verdict = f"WRONG values: {wrong}" if wrong else f"{2 * len(todo)} launches exact"
         print(f"{config.label()}: {verdict}, {seconds:.1f} s", flush=True)

@@ -65,6 +65,24 @@ def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) 
     grouped.check_exact(chord.contiguous, given.packed, todo, config, validate=False)
 
 
+@pytest.mark.field_case(4)
+@pytest.mark.parametrize(("n", "k"), cases.RAGGED_SHAPES)
+def test_shapes_that_are_not_tile_multiples(n: int, k: int) -> None:
+    """All of case 4: each configuration and the planner's own choice, both ways to say it."""
+    given = layer(n, k)
+    todo = []
+    for counts in grouped.TOKENS_COUNTS:
+        owners = cases.owners_of_counts(counts, device=DEVICE)
+        for where in (
+            {"expert_offsets": offsets_of(counts, torch.int64) - BEFORE},
+            {"m_indices": owners},
+        ):
+            name = f"{counts} {next(iter(where))}"
+            todo.append(grouped.make_case(name, given, owners, (len(owners),), where))
+    for config in (None, *grouped.CONFIGS):
+        grouped.check_exact(chord.contiguous, given.packed, todo, config, validate=False)
+
+
 def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
     """config=None, values validated as well."""
     given, todo = exact_cases(*shape)
@@ -93,6 +111,29 @@ def test_repeats_and_replays_give_the_same_bits(config: Config, counts: tuple[in
         x = cases.real_x(len(case.x), 7168, device=DEVICE)
         real = Case(case.name, x, case.where, case.expected)
         grouped.check_bits(chord.contiguous, real, given.packed, config)
+
+
+# --- field case 5, for rows without gaps ----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def small_groups() -> tuple[Layer, list[Case], Layer, Case]:
+    """Return the cases of four experts, and the call that follows them with two."""
+    given = layer(4096, 7168, num_experts=4)
+    todo = [
+        case for room in grouped.SMALL_ROOMS for case in forms(given, (room, 0, 1, room // 2))[:2]
+    ]
+    other = layer(512, 7168, num_experts=2)
+    return given, todo, other, forms(other, (128, 77))[0]
+
+
+@pytest.mark.field_case(5)
+@each_choice
+def test_groups_smaller_than_a_tile(config: Config | None) -> None:
+    """A tile of one expert lies over the rows of the next, whoever finishes last."""
+    given, todo, other, after = small_groups()
+    grouped.check_exact(chord.contiguous, given.packed, todo, config, repeats=50, validate=False)
+    grouped.check_exact(chord.contiguous, other.packed, [after], config)
 
 
 # --- no work at all, graphs, long offsets ---------------------------------------------------------
@@ -162,6 +203,25 @@ def test_replays_follow_new_counts(config: Config | None, form: str) -> None:
         tolerance.assert_exact(out, grouped.rows_of(given, owners, x).bfloat16(), what=str(counts))
         assert cases.is_poison(buffer[0]) and cases.is_poison(buffer[-1])
         grouped.check_exact(chord.contiguous, given.packed, todo[8:10], config, validate=False)
+
+
+@pytest.mark.field_case(9)
+@pytest.mark.parametrize("form", [0, 1], ids=["expert_offsets", "m_indices"])
+def test_a_cold_call_inside_capture_says_warm_up_first(form: int) -> None:
+    given, todo = exact_cases(512, 7168)
+    grouped.check_cold_capture(chord.contiguous, todo[form], given.packed)
+
+
+@pytest.mark.field_case(9)
+def test_a_graph_survives_a_bigger_batch() -> None:
+    """48 experts, 65,536 rows between the replays of 128."""
+    given = layer(512, 7168, num_experts=48)
+    small = forms(given, tuple(cases.ragged_counts(48, 2)))[0]
+    x = cases.exact_x(65_536, 7168, device=DEVICE)
+    ends = torch.arange(49, device=DEVICE) * 65_536 // 48
+    owners = cases.owners_of_counts(ends.diff().tolist(), device=DEVICE)
+    big = (x, {"expert_offsets": ends}, owners)
+    grouped.check_bigger_batch(chord.contiguous, given, small, big)
 
 
 @pytest.mark.field_case(3)

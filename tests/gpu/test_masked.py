@@ -48,6 +48,16 @@ def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) 
     grouped.check_exact(chord.masked, given.packed, todo, config, validate=False)
 
 
+@pytest.mark.field_case(4)
+@pytest.mark.parametrize(("n", "k"), cases.RAGGED_SHAPES)
+def test_shapes_that_are_not_tile_multiples(n: int, k: int) -> None:
+    """All of case 4: each configuration and the planner's own choice."""
+    given = layer(n, k)
+    todo = [slots_case(given, counts, max(counts), None) for counts in grouped.TOKENS_COUNTS]
+    for config in (None, *grouped.CONFIGS):
+        grouped.check_exact(chord.masked, given.packed, todo, config, validate=False)
+
+
 def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
     """config=None, values validated as well."""
     given, todo = exact_cases(*shape)
@@ -63,7 +73,7 @@ def small_slots() -> tuple[Layer, list[Case], Layer, Case]:
     given = layer(4096, 7168, num_experts=4)
     todo = [
         slots_case(given, (max_m, 0, 1, max_m // 2), max_m, expected)
-        for max_m in (1, 4, 8, 17, 32, 63)
+        for max_m in grouped.SMALL_ROOMS
         for expected in (1, 64)
     ]
     other = layer(512, 7168, num_experts=2)
@@ -165,6 +175,25 @@ def test_replays_follow_new_counts(config: Config | None) -> None:
         tolerance.assert_exact(rows, expected, what=str(counts))
         assert cases.is_poison(buffer[0]) and cases.is_poison(buffer[-1])
         grouped.check_exact(chord.masked, given.packed, todo[4:6], config, validate=False)
+
+
+@pytest.mark.field_case(9)
+def test_a_cold_call_inside_capture_says_warm_up_first() -> None:
+    given, todo = exact_cases(512, 7168)
+    grouped.check_cold_capture(chord.masked, todo[0], given.packed)
+
+
+@pytest.mark.field_case(9)
+def test_a_graph_survives_a_bigger_batch() -> None:
+    """48 experts, 1,365 slots each between the replays of 16."""
+    given = layer(512, 7168, num_experts=48)
+    small = slots_case(given, tuple(cases.ragged_counts(48, 3)), 16, 3)
+    x = cases.exact_x(48 * 1365, 7168, device=DEVICE).view(48, 1365, 7168)
+    counts = [29 * expert for expert in range(48)]
+    tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    owners = cases.owners_of_slots(counts, 1365, device=DEVICE)
+    big = (x, {"tokens_per_expert": tokens}, owners)
+    grouped.check_bigger_batch(chord.masked, given, small, big)
 
 
 @pytest.mark.field_case(3)
