@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import chord
 from chord.bench import machine, records, scenarios
 from chord.cli import app
 from chord.cli.bench import line
@@ -31,6 +32,10 @@ def test_help_names_every_command() -> None:
     text = run("--help")
     for command in ("demo", "doctor", "compile", "bench", "explain"):
         assert command in text
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run("--version").strip() == run("-V").strip() == f"chord {chord.__version__}"
 
 
 def test_demo_runs_and_is_correct() -> None:
@@ -60,8 +65,14 @@ def test_doctor_names_card_versions_cache_and_variables(monkeypatch: pytest.Monk
 def test_explain_names_choice_alternatives_and_rejections() -> None:
     text = run("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "320", "--card", "h200")
     assert text.startswith("h200 Indexed E=48 N=4096 K=7168 routed=320")
-    assert "<-" in text
+    assert text.count("->  ") == 1
     assert "can run" in text
+    table = [line for line in text.splitlines() if re.match(r"(->|  ) +[\d.]+ +\d+  ", line)]
+    predicted = [float(line[2:].split()[0]) for line in table]
+    assert predicted == sorted(predicted)
+    overruled = not table[0].startswith("->")
+    assert ("which the measured choice (->) overrules" in text) == overruled
+    assert ("best first" in text) != overruled
     blackwell = run(
         "explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "9000", "--card", "b200"
     )
@@ -88,6 +99,9 @@ def test_explain_refuses_with_the_rule() -> None:
     text = run("explain", "-e", "8", "--n", "4096", "--k", "100", "-r", "8", "--card", "h200",
                fails=UnsupportedError)  # fmt: skip
     assert "K=100" in text
+    text = run("explain", "-e", "0", "--n", "4096", "--k", "64", "-r", "8", "--card", "h200",
+               fails=UnsupportedError)  # fmt: skip
+    assert "num_experts=0 must be at least 1" in text
     text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "rtx",
                fails=InputError)  # fmt: skip
     assert "rtx" in text

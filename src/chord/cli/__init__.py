@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+import chord
 from chord.cli import bench, compile, demo, doctor, explain, tune
-from chord.cli.console import errors
+from chord.cli.console import console, errors
 
 app = typer.Typer(
-    help="W4A16 mixture-of-experts expert GEMMs for NVIDIA Hopper and Blackwell.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"chord {chord.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """W4A16 mixture-of-experts expert GEMMs for NVIDIA Hopper and Blackwell."""
+
+
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("compile")(compile.compile_ahead)

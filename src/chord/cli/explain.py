@@ -59,11 +59,14 @@ def explain(
         f"{len(decision.considered)} can run, {len(decision.rejected)} rejected",
         soft_wrap=True,
     )
-    console.print("predicted us  smem bytes  configuration", style="bold")
+    is_best = decision.config == decision.considered[0][0]
+    order = "best first; -> would run" if is_best else "which the measured choice (->) overrules"
+    console.print(f"Predictions of the cost model, {order}:", soft_wrap=True)
+    console.print("    predicted us  smem bytes  configuration", style="bold")
     for config, predicted_us in decision.considered:
-        chosen = "  <-" if config == decision.config else ""
+        mark = "->" if config == decision.config else "  "
         console.print(
-            f"{predicted_us:>12.1f}  {config.smem_bytes():>10}  {config.label()}{chosen}",
+            f"{mark}  {predicted_us:>12.1f}  {config.smem_bytes():>10}  {config.label()}",
             soft_wrap=True,
         )
     for config, reason in decision.rejected:
