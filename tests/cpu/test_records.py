@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
+from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -149,6 +152,67 @@ def lines_without_record(document: str, folder: Path) -> list[str]:
 def test_numbers_in_documents_are_in_records(path: Path) -> None:
     found = lines_without_record(path.read_text(), RECORDS)
     assert not found, f"{path.name}: " + "; ".join(found)
+
+
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_are_what_the_records_make() -> None:
+    for path, text in tables().documents().items():
+        assert path.read_text() == text, f"{path.name} is old; run python benchmarks/tables.py"
+
+
+def test_tables_hold_every_row_and_pass_the_check(tmp_path: Path) -> None:
+    module = tables()
+    one = example()
+    grouped = dataclasses.replace(one, suite="grouped", rows=list(in_series(one.rows)))
+    records.save(one, tmp_path)
+    records.save(grouped, tmp_path)
+    records.save(dataclasses.replace(one, date="2025-12-31"), tmp_path)
+    newest = module.newest_records(tmp_path)
+    assert [(r.suite, r.date) for r in newest] == [
+        ("ep8_decode", "2026-01-31"),
+        ("grouped", "2026-01-31"),
+    ]
+    page = module.performance(newest)
+    assert page.count("| gate_up 20 | 160 | 174 | 190 | 1.09 | 230 | 1.21 |") == 2
+    assert "### Masked" in page
+    assert "projection, rows per expert" in page
+    assert lines_without_record(page, tmp_path) == []
+    marks = f"# Title\n{module.BEGIN}\nreplace me\n{module.END}\nrest\n"
+    text = module.readme(marks, newest)
+    assert "replace me" not in text and text.endswith(f"{module.END}\nrest\n")
+    assert text.count("EP8 decode gate_up 20") == 1
+    assert lines_without_record(text, tmp_path) == []
+    assert module.readme(text, newest) == text
+    with pytest.raises(ValueError, match="once each"):
+        module.readme("# Title\n", newest)
+
+
+def in_series(rows: list[records.Row]) -> Iterator[records.Row]:
+    """Yield the rows as a series that another peer has run."""
+    for row in rows:
+        entries = {"chord": row.entries["chord"], "torch": row.entries["humming"]}
+        yield dataclasses.replace(row, entries=entries, series="masked", unit="rows per expert")
+
+
+def test_a_sweep_is_told_by_its_cliffs() -> None:
+    module = tables()
+    first = example().rows[0]
+    slower = {"chord": dataclasses.replace(first.entries["chord"], us=300.0)}
+    rows = [
+        dataclasses.replace(first, tokens=20, unit="rows"),
+        dataclasses.replace(first, tokens=21, unit="rows", entries=slower),
+    ]
+    page = module.performance([dataclasses.replace(example(), suite="ep8_sweep", rows=rows)])
+    assert "15 % more time: 1." in page
+    assert "leaps from 190.0 us at 20 to 300.0 us at 21 rows" in page
+    assert "| gate_up" not in page
 
 
 def test_the_check_of_documents_can_fail(tmp_path: Path) -> None:
