@@ -198,6 +198,7 @@ TINY = scenarios.Suite(
         scenarios.Series((16, 32)),
         scenarios.Series((3, 5), "contiguous", "uneven", "contiguous"),
         scenarios.Series((2, 4), "masked", "balanced", "masked"),
+        scenarios.Series((6,), "indices", "balanced", "m_indices"),
     ),
     tokens_per_input=8,
 )
@@ -211,20 +212,47 @@ def test_a_suite_runs_and_every_row_is_checked() -> None:
     record = run_suite(
         TINY, device="cpu", peers=["torch"], on_row=lambda row: seen.append(row.tokens)
     )
-    assert seen == 2 * [16, 32, 3, 5, 2, 4]
+    assert seen == 2 * [16, 32, 3, 5, 2, 4, 6]
     assert record.file_stem.endswith("-h200-tiny")
     assert {"driver", "torch", "nvrtc", "chord"} <= set(record.versions)
     for row in record.rows:
         entry = row.entries["chord"]
         assert 1e-4 < entry.row_error < operands.ROW_ERROR_LIMIT
         assert entry.us == 200.0
-        assert ("torch" in row.entries) == (row.series != "")
-        if row.series:
+        assert ("torch" in row.entries) == (row.series in ("contiguous", "masked"))
+        if "torch" in row.entries:
             assert row.entries["torch"].row_error < 2 * operands.ROW_ERROR_LIMIT
+        if row.series:
             assert (row.unit, row.routed) == ("rows per expert", 12 * row.tokens)
         else:
             assert "routing blocks of" in entry.choice
             assert (row.unit, row.routed) == ("tokens", row.tokens)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord.bench import run
+
+    class Broken:
+        name, version, choice = "broken", "1.0", ""
+
+        def handles(self, case: scenarios.Case) -> bool:
+            return case.tokens != 32
+
+        def prepare_call(self, work: object) -> object:
+            raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(run, "load_peer", lambda name, checkpoint: Broken())
+    faults: list[str] = []
+    record = run.run_suite(
+        TINY,
+        device="cpu",
+        peers=["broken"],
+        only=lambda one: one.series.name == "" and one.projection.name == "down",
+        on_fault=faults.append,
+    )
+    assert faults == ["broken: RuntimeError: no kernel for this"]
+    assert [list(row.entries) for row in record.rows] == [["chord"], ["chord"]]
 
 
 @pytest.mark.usefixtures("on_cpu")

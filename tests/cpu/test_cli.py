@@ -112,7 +112,7 @@ def test_explain_refuses_with_the_rule() -> None:
 
 def test_bench_lists_its_suites() -> None:
     text = run("bench", "--list", "--peer", "humming")
-    assert re.search(r"grouped: 48 experts, .*20 rows, about \d+ s with 1 peer", text), text
+    assert re.search(r"grouped: 48 experts, .*24 rows, about \d+ s with 1 peer", text), text
     assert len(text.splitlines()) == len(scenarios.SUITES)
 
 

@@ -69,9 +69,9 @@ class Chord:
                 chord.masked, work.x, experts, counts, work.out, expected=expected, **given
             )
         if work.topk_ids is None:
-            return functools.partial(
-                chord.contiguous, work.x, experts, work.offsets, work.out, **given
-            )
+            indices = work.case.series.addressing == "indices"
+            given |= {"m_indices": work.owners} if indices else {"expert_offsets": work.offsets}
+            return functools.partial(chord.contiguous, work.x, experts, out=work.out, **given)
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
         block_m = self._block_m or min(chosen.tile_rows, _MAX_BLOCK_M)
         self.choice += f", routing blocks of {block_m}"
@@ -97,7 +97,12 @@ def problem_of(work: Work) -> GemmProblem:
         work: Operands.
     """
     case = work.case
-    name = {"indexed": "Indexed", "contiguous": "ContiguousOffsets", "masked": "Masked"}
+    name = {
+        "indexed": "Indexed",
+        "contiguous": "ContiguousOffsets",
+        "indices": "ContiguousIndices",
+        "masked": "Masked",
+    }
     return GemmProblem(
         case.num_experts,
         case.projection.n,
@@ -117,6 +122,7 @@ def run_suite(
     only: Callable[[Case], bool] = lambda case: True,
     on_row: Callable[[records.Row], None] = lambda row: None,
     on_step: Callable[[str], None] = lambda step: None,
+    on_fault: Callable[[str], None] = lambda words: None,
 ) -> records.Record:
     """Measure every case of a suite on the current GPU.
 
@@ -128,6 +134,7 @@ def run_suite(
         only: Tells which cases to measure.
         on_row: Called with each finished row.
         on_step: Called with a few words before each step that takes time.
+        on_fault: Called where a peer could not run a case, which the record then leaves out.
 
     Returns:
         The record; nothing is written to disk.
@@ -155,7 +162,7 @@ def run_suite(
                 versions[name] = peer.version
         for case in todo:
             on_step(f"{projection.name}: {case.series.name} {case.tokens} {case.series.unit}")
-            row = _run_case(case, checkpoint, contenders, memory, suite.repeat_ms)
+            row = _run_case(case, checkpoint, contenders, memory, suite.repeat_ms, on_fault)
             rows.append(row)
             on_row(row)
         del contenders, checkpoint
@@ -179,17 +186,24 @@ def _run_case(
     contenders: Sequence[Chord | Peer],
     memory: floors.MemoryModel,
     repeat_ms: float,
+    on_fault: Callable[[str], None],
 ) -> records.Row:
     work = make_work(case, checkpoint.weight_packed.device)
     active = work.active_experts
     n, k = case.projection.n, case.projection.k
     dense = floors.dense_tflops(case.num_routes, n, k, repeat_ms)
     floor = floors.floor_of(case, active, memory, dense)
-    entries = {
-        contender.name: _run_one(contender, work, checkpoint, repeat_ms)
-        for contender in contenders
-        if contender.handles(case)
-    }
+    entries = {}
+    for contender in contenders:
+        if not contender.handles(case):
+            continue
+        try:
+            entries[contender.name] = _run_one(contender, work, checkpoint, repeat_ms)
+        except Exception as error:
+            if contender.name == "chord":
+                raise
+            # A peer's gap must not cost the rows that were measured, nor those to come.
+            on_fault(f"{contender.name}: {type(error).__name__}: {error}")
     return records.Row(
         projection=case.projection.name,
         tokens=case.tokens,

@@ -27,7 +27,7 @@ MASKED_SLOTS = 128
 """Slots of an expert in masked rows: what low-latency dispatch buffers have room for, not a count
 that a kernel could take for the number of rows."""
 
-Addressing = Literal["indexed", "contiguous", "masked"]
+Addressing = Literal["indexed", "contiguous", "indices", "masked"]
 Loads = Literal["random", "nested", "third", "one", "balanced", "uneven"]
 
 _UNEVEN = (0.7, 1.3)
@@ -56,7 +56,8 @@ class Series:
     Attributes:
         counts: What is counted, smallest first: tokens where rows are indexed, rows per expert
             where they are grouped, routed rows where loads are nested.
-        addressing: How the kernel is told which rows an expert has.
+        addressing: How the kernel is told which rows an expert has: by routing buffers, by offsets
+            of sorted rows, by an expert for each of them, or by counts of rows in slots.
         loads: How rows spread over the experts. indexed: "random" (normal scores, the best
             TOP_K), "nested" (the first R routes of one random routing, so that more rows never
             mean fewer experts), "third" (random, then a third of all rows on one expert), "one"
@@ -194,6 +195,7 @@ _PREFILL = Series((1024, 2048, 4096, 8192, 16384))
 _DECODE = Series((1, 2, 4, 8, 20, 30, 40, 50, 64, 96, 128))
 _SHARD = Series((8, 20, 50, 128))
 _OTHER = _grouped((128,), (16, 64))
+_INDICES = Series((128, 512), "indices", "balanced", "contiguous, m_indices")
 
 SUITES = {
     suite.name: suite
@@ -205,7 +207,7 @@ SUITES = {
         Suite("ep16_decode", 24, _KIMI, (_SHARD,)),
         Suite("ep32_decode", 12, _KIMI, (_SHARD,)),
         Suite("ep8_sweep", 48, _KIMI[:1], (Series(sweep_counts(), loads="nested"),), repeat_ms=30),
-        Suite("grouped", 48, _KIMI, _grouped((128, 256, 512), (8, 16, 32, 64))),
+        Suite("grouped", 48, _KIMI, (*_grouped((128, 256, 512), (8, 16, 32, 64)), _INDICES)),
         Suite("grouped_ep16", 24, _KIMI, _grouped((128, 512), (8, 64))),
         Suite("grouped_ep32", 12, _KIMI, _grouped((128, 512), (8, 64))),
         # Every expert of the model on one rank: as a slice of 8 ranks, or whole.

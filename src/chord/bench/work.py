@@ -65,7 +65,7 @@ def make_work(case: Case, device: torch.device | str) -> Work:
         device=device,
     )
     experts = torch.arange(case.num_experts, dtype=torch.int32, device=device)
-    if case.series.addressing == "contiguous":
+    if case.series.addressing != "masked":
         owners = torch.repeat_interleave(experts, counts)
         x = random_rows(len(owners), k, device)
         out = torch.empty(len(owners), n, dtype=torch.bfloat16, device=device)

@@ -98,6 +98,7 @@ def _measure(
             only=only,
             on_row=show,
             on_step=lambda step: bar.update(task, description=f"{suite.name} {step}"),
+            on_fault=lambda words: bar.console.print(f"left out: {words}", soft_wrap=True),
         )
 
 

@@ -94,8 +94,8 @@ class Humming:
         self._num_experts = checkpoint.num_experts
 
     def handles(self, case: Case) -> bool:
-        """Return True: it has all three ways to say which rows an expert has."""
-        return True
+        """Return whether it has the case's way to say which rows an expert has."""
+        return case.series.addressing in _GEMM_TYPES
 
     def prepare_call(self, work: Work) -> Callable[[], object]:
         """Prepare one expert GEMM.
@@ -110,8 +110,9 @@ class Humming:
 
         case = work.case
         gemm_type = _GEMM_TYPES[case.series.addressing]
-        tuning = self._tuning_of(gemm_type)
-        block_shape = _block_shape(tuning, case.num_routes)
+        # The one entry that its launcher would take, so that only this kernel is compiled.
+        tuning = self._tuning_of(gemm_type, case.num_routes)
+        block_shape = tuple(tuning["block_shape"])
         self.choice = f"{gemm_type}, block_shape {block_shape}"
         compute = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm_type}
         return functools.partial(
@@ -141,7 +142,7 @@ class Humming:
             "num_tokens_padded": aligned.num_tokens_post_padded,
         }
 
-    def _tuning_of(self, gemm_type: str) -> Any:
+    def _tuning_of(self, gemm_type: str, num_routes: int) -> dict[str, Any]:
         from humming import tune
 
         if gemm_type not in self._tuning:
@@ -152,12 +153,10 @@ class Humming:
                 gemm_type=gemm_type,
                 device=self._device,
             )
-        return self._tuning[gemm_type]
-
-
-def _block_shape(tuning: Any, num_routes: int) -> tuple[int, ...]:
-    """Return humming's tile: rows, features and K; rows alone, 64, where no entry matches."""
-    for low, high, config in tuning:
-        if low < num_routes <= high:
-            return tuple(config["block_shape"])
-    return (64,)
+        for low, high, config in self._tuning[gemm_type]:
+            if low < num_routes <= high:
+                return dict(config)
+        raise UnsupportedError(
+            f"humming {self.version} has no {gemm_type} configuration for {num_routes} rows of "
+            f"this shape; measure it without the peer"
+        )

@@ -34,8 +34,8 @@ class Unquantised:
             self._weight[expert] = checkpoint.dequantize(expert)
 
     def handles(self, case: Case) -> bool:
-        """Return whether the rows are grouped; it has no form for indexed rows."""
-        return case.series.addressing != "indexed"
+        """Return whether the rows are contiguous or masked."""
+        return case.series.addressing in ("contiguous", "masked")
 
     def prepare_call(self, work: Work) -> Callable[[], object]:
         """Prepare one grouped matmul.
