@@ -102,7 +102,7 @@ BOTH = (
         "ptx/mbarrier.cuh",
         "emulator::mbarrier_arrive(barrier, where);",
         "emulator::mbarrier_arrive(barrier, where), emulator::mbarrier_arrive(barrier, where);",
-        f"once more than the 8 arrivals|{_UNRELEASED}|{_EARLY}",
+        f"once more than the (8|33|160) arrivals|{_UNRELEASED}|{_EARLY}",
     ),
     Fault(
         "too few bytes announced",

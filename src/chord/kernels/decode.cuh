@@ -2,8 +2,9 @@
 //
 // Roles      kConfig.warps multiplying warps, warp_features features each; one warp loads weights,
 //            one rows of x.
-// Ring       full[s]: 2 arrivals, one by lane 0 of each loader, + the bytes of weights and rows of
-//            x. empty[s]: kConfig.warps arrivals, one a multiplying warp.
+// Ring       full[s]: 33 arrivals, the weight loader's 32 lanes (each releases the notes it wrote)
+//            and lane 0 of x's loader, + the bytes of weights and rows of x. empty[s]:
+//            kConfig.warps arrivals, one a multiplying warp.
 // Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile
 //            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
 //            wave. A tile that two or more blocks share is finished by the block that has its first
@@ -84,7 +85,7 @@ class Decode {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(2, kConfig.warps);
+    if (ptx::thread_idx() == 0) ring.init(32 + 1, kConfig.warps);
     // Rows of x that no copy writes are multiplied too (their sums are dropped): they must not hold
     // what other kernels left.
     constexpr int kZeroBytes = kConfig.stages * kConfig.x_stage_bytes();
@@ -186,12 +187,14 @@ class Decode {
       const int token = lane + 32 * i;
       if (token < kConfig.max_tokens) ptx::store_shared(row_note(stage, token), rows.output_row[i]);
     }
-    ptx::sync_warp();
     const SmemAddress full = ring.full(stage);
     if (lane == 0) {
       ptx::store_shared(width_note(stage), rows.width);
       ptx::mbarrier_arrive_expect_bytes(full, num_stripes * units * kUnitBytes);
+    } else {
+      ptx::mbarrier_arrive(full);
     }
+    // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane < num_stripes) {
       const i64 source = unit_offset(rows.expert, first_stripe + lane,

@@ -3,8 +3,9 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 1 arrival + the bytes of
-//            the weights. empty[s]: 8 arrivals, one a multiplying warp.
+// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp (each
+//            lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8 arrivals, one
+//            a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -88,7 +89,7 @@ class Prefill {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(kLoaders + 1, kConfig.warps());
+    if (ptx::thread_idx() == 0) ring.init(kLoaders + 32, kConfig.warps());
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.block_m);
     if (ptx::thread_idx() >= 32 * kConfig.warps()) {
       ptx::lower_registers<kLoaderRegisters>();
@@ -166,9 +167,11 @@ class Prefill {
       }
     }
     ring.wait_empty(at);
+    if (thread < 32) {
+      if (thread == 0) ptx::store_shared(width_note(at.stage), 0);
+      ptx::mbarrier_arrive(ring.full(at.stage));
+    }
     if (thread == 0) {
-      ptx::store_shared(width_note(at.stage), 0);
-      ptx::mbarrier_arrive_expect_bytes(ring.full(at.stage), 0);
       // The last block sets the counters back for the next launch.
       if (static_cast<int>(ptx::atomic_add(blocks_done(), 1)) == ptx::grid_dim() - 1) {
         ptx::store_release(next_run(), 0);
@@ -194,6 +197,9 @@ class Prefill {
     if (thread == 0) {
       ptx::store_shared(smem.next_run, ptx::grid_dim() + ptx::atomic_add(next_run(), 1));
     }
+    // Unrolled, the loader of the largest tiles would spill; so would it with the expert's part of
+    // the offset kept across stages.
+#pragma unroll 1
     for (int token = thread; token < kConfig.block_m; token += kLoaders) {
       const int position = tile.row_begin + token;
       const int row = position < tile.row_end ? addressing.output_row(position) : -1;
@@ -221,13 +227,12 @@ class Prefill {
 
   int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
 
-  // Sends the tile's output rows along: the first warp writes them all, since its arrival is the
-  // one that releases ordinary stores with the stage.
+  // Sends the tile's output rows along: the first warp writes them all, since its lanes' arrivals
+  // release ordinary stores with the stage.
   void note_rows(int stage) const {
     for (int token = thread; token < kConfig.block_m; token += 32) {
       ptx::store_shared(row_note(stage, token), row_of(token));
     }
-    ptx::sync_warp();
   }
 
   void load_weights(int stage, const Tile& tile, int k_stage, int width) {
@@ -238,11 +243,14 @@ class Prefill {
       ptx::store_shared(width_note(stage), width);
       ptx::store_shared(feature_note(stage), tile.feature_tile);
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage), num_stripes * units * kUnitBytes);
+    } else {
+      ptx::mbarrier_arrive(ring.full(stage));
     }
+    // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane() < num_stripes) {
-      const i64 source = unit_offset(tile.expert, first_stripe + lane(), k_stage * kConfig.units(),
-                                     stripes(), k_units());
+      const i64 source = unit_offset(ptx::opaque(tile.expert), first_stripe + lane(),
+                                     k_stage * kConfig.units(), stripes(), k_units());
       ptx::bulk_load_stream(weight_stage(stage) + lane() * kConfig.units() * kUnitBytes,
                             static_cast<const char*>(p.weight) + source, units * kUnitBytes,
                             ring.full(stage));

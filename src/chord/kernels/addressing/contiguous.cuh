@@ -2,7 +2,6 @@
 // in one of two ways, offsets or an expert a row; rows of nobody are neither read nor written.
 #pragma once
 
-#include <chord/kernels/addressing/same_row.cuh>
 #include <chord/kernels/common/types.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 
@@ -34,7 +33,7 @@ struct ContiguousOffsets {
   int row_end(int item) const { return row_at(item + 1); }
 
   int output_row(int position) const { return position; }
-  int input_row(int output_row) const { return same_row(output_row); }
+  int input_row(int output_row) const { return output_row; }
 
  private:
   // Wrong offsets may give wrong rows, but never ones outside x.
@@ -63,7 +62,7 @@ struct ContiguousIndices {
   int row_end(int item) const { return item + 1; }
 
   int output_row(int position) const { return position; }
-  int input_row(int output_row) const { return same_row(output_row); }
+  int input_row(int output_row) const { return output_row; }
 };
 
 }  // namespace chord

@@ -2,7 +2,6 @@
 // to e * max_rows + counts[e] - 1 of x and of the result. Items are experts.
 #pragma once
 
-#include <chord/kernels/addressing/same_row.cuh>
 #include <chord/kernels/common/math.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 
@@ -27,7 +26,7 @@ struct Masked {
   }
 
   int output_row(int position) const { return position; }
-  int input_row(int output_row) const { return same_row(output_row); }
+  int input_row(int output_row) const { return output_row; }
 };
 static_assert(sizeof(Masked::Params) == 16, "Masked::Params must match jit/params.py");
 
