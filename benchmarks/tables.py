@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from chord.bench.cliffs import find_cliffs, is_sweep
-from chord.bench.records import Record, Row, load_all
+from chord.bench.records import Record, Row, newest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -66,14 +66,10 @@ quantised; both in the same run. Nothing is measured on Blackwell yet.
 
 def newest_records(folder: Path) -> list[Record]:
     """Return the newest record of each suite, in the order of the sections."""
-    newest: dict[str, Record] = {}
-    for _, record in load_all(folder):
-        if record.suite not in newest or record.date >= newest[record.suite].date:
-            newest[record.suite] = record
     order = list(TITLES)
     return sorted(
-        newest.values(),
-        key=lambda one: (order.index(one.suite) if one.suite in order else len(order), one.suite),
+        newest(folder).values(),
+        key=lambda one: order.index(one.suite) if one.suite in order else len(order),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from chord.bench import chart, records
+from chord.bench import chart, records, scenarios
 from chord.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -154,21 +155,22 @@ def test_numbers_in_documents_are_in_records(path: Path) -> None:
     assert not found, f"{path.name}: " + "; ".join(found)
 
 
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their module
     spec.loader.exec_module(module)
     return module
 
 
 def test_documents_are_what_the_records_make() -> None:
-    for path, text in tables().documents().items():
+    for path, text in script("tables").documents().items():
         assert path.read_text() == text, f"{path.name} is old; run python benchmarks/tables.py"
 
 
 def test_tables_hold_every_row_and_pass_the_check(tmp_path: Path) -> None:
-    module = tables()
+    module = script("tables")
     one = example()
     grouped = dataclasses.replace(one, suite="grouped", rows=list(in_series(one.rows)))
     records.save(one, tmp_path)
@@ -202,7 +204,7 @@ def in_series(rows: list[records.Row]) -> Iterator[records.Row]:
 
 
 def test_a_sweep_is_told_by_its_cliffs() -> None:
-    module = tables()
+    module = script("tables")
     first = example().rows[0]
     slower = {"chord": dataclasses.replace(first.entries["chord"], us=300.0)}
     rows = [
@@ -213,6 +215,41 @@ def test_a_sweep_is_told_by_its_cliffs() -> None:
     assert "15 % more time: 1." in page
     assert "leaps from 190.0 us at 20 to 300.0 us at 21 rows" in page
     assert "| gate_up" not in page
+
+
+def test_bars_are_of_rows_that_exist() -> None:
+    """Each bar and each published time is of at least one row of its suite."""
+    module = script("bars")
+    for bar in module.BARS:
+        suite = scenarios.suite_named(bar.suite)
+        found = [
+            case
+            for projection in suite.projections
+            for case in scenarios.cases(suite, projection)
+            if case.series.name == bar.series and projection.name in bar.projections
+        ]
+        assert any(bar.counts[0] <= case.tokens <= bar.counts[1] for case in found), bar
+    grouped = scenarios.suite_named("grouped")
+    for (series, projection), times in module.PUBLISHED_US.items():
+        (counts,) = (one.counts for one in grouped.series if one.name == series)
+        assert set(times) == set(counts), (series, projection)
+
+
+def test_bars_are_missed_in_words() -> None:
+    module = script("bars")
+    row = dataclasses.replace(example().rows[0], tokens=20, floor_us=180.0)
+    assert list(module.misses("ep8_decode", row)) == []
+    slow = dataclasses.replace(row, floor_us=170.0)
+    assert list(module.misses("ep8_decode", slow)) == ["bar 1.10"]
+    humming = records.Entry(185.0, 1.0, 1.0, 1e-3, "")
+    behind = dataclasses.replace(row, entries={**row.entries, "humming": humming})
+    (words,) = module.misses("ep8_decode", behind)
+    assert words == "0.97 x faster than humming, bar 1.00"
+    assert list(module.misses("tp8", behind)) == []  # humming is within 1.1 x floor
+    masked = dataclasses.replace(row, tokens=8, series="masked", floor_us=230.0)
+    entries = {"chord": records.Entry(250.0, 1.0, 1.0, 1e-3, "")}
+    (words,) = module.misses("grouped", dataclasses.replace(masked, entries=entries))
+    assert words == "250 us, published elsewhere 249"
 
 
 def test_the_check_of_documents_can_fail(tmp_path: Path) -> None:

@@ -190,6 +190,22 @@ def load_all(folder: Path) -> Iterator[tuple[Path, Record]]:
         yield path, load(path)
 
 
+def newest(folder: Path) -> dict[str, Record]:
+    """Read the newest record of each suite.
+
+    Args:
+        folder: Where the records are; may be missing.
+
+    Returns:
+        Records by the name of their suite, in the order of the names.
+    """
+    found: dict[str, Record] = {}
+    for _, record in load_all(folder):
+        if record.suite not in found or record.date >= found[record.suite].date:
+            found[record.suite] = record
+    return dict(sorted(found.items()))
+
+
 def stale(folder: Path, kernel_digest: str) -> list[str]:
     """Name the records whose kernels are not today's.
 
