@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from chord.bench.records import Record, Row
+from chord.bench.records import Entry, Record, Row
 
 NOISE = 0.03
 """Part of a time by which it may seem to fall; cold-L2 medians of one kernel repeat within 2 %."""
@@ -43,7 +43,7 @@ class Cliff:
         return (
             f"{self.projection}: {self.kind} from {old.us:.1f} us at {self.before.tokens} to "
             f"{new.us:.1f} us at {self.after.tokens} {self.after.unit} "
-            f"({100 * (new.us / old.us - 1):+.0f} %; {old.choice} -> {new.choice})"
+            f"({100 * (new.us / old.us - 1):+.0f} %; {_kernel(old)} -> {_kernel(new)})"
         )
 
 
@@ -75,6 +75,11 @@ def find_cliffs(record: Record) -> list[Cliff]:
 def is_sweep(record: Record) -> bool:
     """Return whether a record holds a sweep over routed rows."""
     return any(True for _ in _swept(record))
+
+
+def _kernel(entry: Entry) -> str:
+    """Return what ran, without why."""
+    return entry.choice.partition(" | ")[0]
 
 
 def _swept(record: Record) -> Iterator[tuple[str, Sequence[Row]]]:

@@ -59,8 +59,9 @@ class Chord:
             A function without arguments that runs the kernel once.
         """
         experts = self._experts
-        chosen = config or select.decide(problem_of(work), facts_of(work.x.device.index)).config
-        self.choice = chosen.label()
+        decision = select.decide(problem_of(work), facts_of(work.x.device.index))
+        chosen = config or decision.config
+        self.choice = f"{chosen.label()} | {decision.reason}"
         given: dict[str, Any] = {"config": config, "validate": False}
         if work.case.series.addressing == "masked":
             expected = work.case.tokens
@@ -74,7 +75,7 @@ class Chord:
             return functools.partial(chord.contiguous, work.x, experts, out=work.out, **given)
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
         block_m = self._block_m or min(chosen.tile_rows, _MAX_BLOCK_M)
-        self.choice += f", routing blocks of {block_m}"
+        self.choice += f" | routing blocks of {block_m}"
         aligned = routing.align(work.topk_ids, num_experts=experts.num_experts, block_m=block_m)
         return functools.partial(
             chord.indexed,
