@@ -40,6 +40,11 @@ VARIABLES = (
     Variable(
         "XDG_CACHE_HOME", "~/.cache", "parent of the cache folder; a relative path is ignored"
     ),
+    Variable(
+        "CHORD_VLLM",
+        "1",
+        "0 keeps Chord's plugin out of vLLM: every layer is served as without Chord",
+    ),
     Variable("HOME", "no cache on disk", "home of ~/.cache, used if it exists and is not /"),
 )
 
@@ -75,3 +80,15 @@ def jit_mode() -> JitMode:
     if mode not in ("auto", "cached"):
         raise InputError(f"CHORD_JIT={mode!r} is not a mode; set it to auto or cached, or unset it")
     return cast(JitMode, mode)
+
+
+def vllm_enabled() -> bool:
+    """Return whether Chord's vLLM plugin takes part, which is so unless CHORD_VLLM=0.
+
+    Raises:
+        InputError: CHORD_VLLM holds anything but 0 and 1.
+    """
+    value = os.environ.get("CHORD_VLLM", "") or "1"
+    if value not in ("0", "1"):
+        raise InputError(f"CHORD_VLLM={value!r} is not a switch; set it to 0 or 1, or unset it")
+    return value == "1"

@@ -35,7 +35,7 @@ HOST_CPP = sorted(
     path for ext in ("hpp", "cpp", "cuh") for path in (PACKAGE / "emulator").rglob(f"*.{ext}")
 )
 DOCUMENTS = sorted(
-    p for p in ROOT.rglob("*.md") if not set(p.relative_to(ROOT).parts) & {".venv", ".git"}
+    p for p in ROOT.rglob("*.md") if not set(p.relative_to(ROOT).parts) & {".venv", ".git", ".ci"}
 )
 
 

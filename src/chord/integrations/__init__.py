@@ -1,0 +1,1 @@
+"""Chord inside serving engines, one folder each. Only they import the engine."""
