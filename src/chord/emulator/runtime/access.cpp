@@ -130,12 +130,15 @@ void write_global(void* address, const void* value, int bytes, Where where) {
   touch();
   Region& region = region_or_fail(address, bytes, "stores to", where);
   if (region.use != Use::kOutput) fail(where, "stores to " + region.name + ", which is no output");
-  std::uint16_t& place = region.written[(static_cast<unsigned char*>(address) - region.begin) / 16];
-  if (place != 0) {
-    fail(where, "stores to " + launch->global->name_of(address) +
-                    ", which the launch has stored before at " + place_text(place));
+  const std::uint64_t first = (static_cast<unsigned char*>(address) - region.begin) / 4;
+  for (int i = 0; 4 * i < bytes; ++i) {
+    std::uint16_t& place = region.written[first + i];
+    if (place != 0) {
+      fail(where, "stores to " + launch->global->name_of(address) +
+                      ", which the launch has stored before at " + place_text(place));
+    }
+    place = place_of(where);
   }
-  place = place_of(where);
   std::memcpy(address, value, bytes);
 }
 

@@ -19,6 +19,7 @@ void sync_named(int id, int threads, Where where);
 std::uint32_t ballot(bool predicate, Where where);
 int shuffle(int value, int source_lane, Where where);
 int shuffle_up(int value, int delta, Where where);
+std::uint32_t match(int value, Where where);
 void fence_proxy_async(Where where);
 void set_registers(int registers, bool raise, Where where);
 void trap(Where where);
@@ -64,5 +65,6 @@ void wgmma(float* d, int eights, const std::uint32_t* a, std::uint64_t descripto
 std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c);
 std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b);
 std::uint32_t pack_bf16x2(float low, float high, Where where);
+float half_to_float(std::uint16_t bits);
 
 }  // namespace chord::emulator

@@ -56,4 +56,18 @@ std::uint32_t pack_bf16x2(float low, float high, Where where) {
   return float_to_bf16(low) | float_to_bf16(high) << 16;
 }
 
+float half_to_float(std::uint16_t bits) {
+  const int exponent = bits >> 10 & 0x1f;
+  const float mantissa = static_cast<float>(bits & 0x3ff);
+  float size;
+  if (exponent == 0) {
+    size = std::ldexp(mantissa, -24);
+  } else if (exponent == 31) {
+    size = mantissa == 0 ? INFINITY : NAN;
+  } else {
+    size = std::ldexp(mantissa + 1024, exponent - 25);
+  }
+  return (bits & 0x8000) != 0 ? -size : size;
+}
+
 }  // namespace chord::emulator

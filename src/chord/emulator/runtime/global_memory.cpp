@@ -6,9 +6,8 @@ namespace chord::emulator {
 
 void GlobalMemory::add(const char* name, void* begin, std::uint64_t bytes, Use use) {
   Region region{name, static_cast<unsigned char*>(begin), bytes, use, {}, {}, {}};
-  const std::uint64_t pieces = (bytes + 15) / 16;
-  if (use == Use::kOutput) region.written.resize(pieces);
-  if (use == Use::kPartial) region.partial.resize(pieces);
+  if (use == Use::kOutput) region.written.resize((bytes + 3) / 4);
+  if (use == Use::kPartial) region.partial.resize((bytes + 15) / 16);
   regions_.push_back(std::move(region));
 }
 

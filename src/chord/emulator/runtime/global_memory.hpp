@@ -38,7 +38,7 @@ struct Region {
   unsigned char* begin;
   std::uint64_t bytes;
   Use use;
-  std::vector<std::uint16_t> written;        // kOutput: place a 16-byte piece, 0 for none
+  std::vector<std::uint16_t> written;        // kOutput: place of each 4 bytes, 0 for none
   std::vector<PartialGranule> partial;       // kPartial
   std::map<std::uint64_t, FlagState> flags;  // kFlags, by index
 };

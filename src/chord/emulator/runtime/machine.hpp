@@ -75,6 +75,7 @@ enum class Collective : std::uint8_t {
   kBallot,
   kShuffle,
   kShuffleUp,
+  kMatch,
   kMma,
   kLoadMatrix,
   kStoreMatrix,

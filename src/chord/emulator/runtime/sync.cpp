@@ -140,6 +140,21 @@ int shuffle_up(int value, int delta, Where where) {
   return mine.result;
 }
 
+std::uint32_t match(int value, Where where) {
+  Exchange mine{value, 0, 0};
+  meet(Collective::kMatch, where, &mine, [](Warp& warp) {
+    for (int lane = 0; lane < 32; ++lane) {
+      std::uint32_t mask = 0;
+      for (int other = 0; other < 32; ++other) {
+        const bool same = exchange_of(warp, other).value == exchange_of(warp, lane).value;
+        mask |= static_cast<std::uint32_t>(same) << other;
+      }
+      exchange_of(warp, lane).result = static_cast<int>(mask);
+    }
+  });
+  return static_cast<std::uint32_t>(mine.result);
+}
+
 void fence_proxy_async(Where) {
   touch();
   self->knowledge.async = self->knowledge.seen;

@@ -78,6 +78,40 @@ __forceinline__ i64 load_global(const i64* address) {
   return value;
 }
 
+__forceinline__ float load_global(const float* address) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address));
+  return value;
+}
+
+__forceinline__ u16 load_global(const u16* address) {
+  u16 value;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(address));
+  return value;
+}
+
+// A value that the kernel before this one may have written: after `wait_for_kernel_before`, or in a
+// kernel that begins when all before it have ended.
+__forceinline__ int load_written(const int* address) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// The same of 16 bytes that nobody reads again: they do not stay in L1.
+__forceinline__ U32x4 load_written_once_x4(const void* address) {
+  U32x4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__forceinline__ void store_global(int* address, int value) {
+  asm volatile("st.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __forceinline__ void store_global_x4(void* address, U32x4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)

@@ -59,6 +59,13 @@ __forceinline__ int shuffle_up(int value, int delta) {
   return result;
 }
 
+// The lanes that pass the same value, this one among them. All 32 lanes take part.
+__forceinline__ u32 match(int value) {
+  u32 mask;
+  asm volatile("match.any.sync.b32 %0, %1, 0xffffffff;" : "=r"(mask) : "r"(value));
+  return mask;
+}
+
 __forceinline__ int count_bits(u32 mask) {
   int count;
   asm("popc.b32 %0, %1;" : "=r"(count) : "r"(mask));
@@ -76,6 +83,16 @@ __forceinline__ int highest_bit(u32 mask) {
 // to later accesses of the async proxy: bulk copies and wgmma operands.
 __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits until the kernel before this one on the stream has ended and what it wrote can be read;
+// at once if this one was not launched as dependent. Ordinary loads and copies may follow.
+__forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Says that the kernel after this one may begin once all blocks have said so, if it was launched as
+// dependent. It sees nothing of what this kernel writes before it waits itself.
+__forceinline__ void let_kernel_after_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Raises the calling warpgroup's register budget; blocks until the pool has them.

@@ -63,6 +63,36 @@ inline i64 load_global(const i64* address, emulator::Where where = emulator::Whe
   return value;
 }
 
+inline float load_global(const float* address, emulator::Where where = emulator::Where::current()) {
+  float value;
+  emulator::read_global(address, &value, 4, where);
+  return value;
+}
+
+inline u16 load_global(const u16* address, emulator::Where where = emulator::Where::current()) {
+  u16 value;
+  emulator::read_global(address, &value, 2, where);
+  return value;
+}
+
+inline int load_written(const int* address, emulator::Where where = emulator::Where::current()) {
+  int value;
+  emulator::read_global(address, &value, 4, where);
+  return value;
+}
+
+inline U32x4 load_written_once_x4(const void* address,
+                                  emulator::Where where = emulator::Where::current()) {
+  U32x4 v;
+  emulator::read_global(address, &v, 16, where);
+  return v;
+}
+
+inline void store_global(int* address, int value,
+                         emulator::Where where = emulator::Where::current()) {
+  emulator::write_global(address, &value, 4, where);
+}
+
 inline void store_global_x4(void* address, U32x4 v,
                             emulator::Where where = emulator::Where::current()) {
   emulator::write_global(address, &v, 16, where);

@@ -38,6 +38,10 @@ inline int shuffle_up(int value, int delta, emulator::Where where = emulator::Wh
   return emulator::shuffle_up(value, delta, where);
 }
 
+inline u32 match(int value, emulator::Where where = emulator::Where::current()) {
+  return emulator::match(value, where);
+}
+
 inline int count_bits(u32 mask) { return __builtin_popcount(mask); }
 
 inline int highest_bit(u32 mask) { return mask == 0 ? -1 : 31 - __builtin_clz(mask); }
@@ -45,6 +49,11 @@ inline int highest_bit(u32 mask) { return mask == 0 ? -1 : 31 - __builtin_clz(ma
 inline void fence_proxy_async(emulator::Where where = emulator::Where::current()) {
   emulator::fence_proxy_async(where);
 }
+
+// A launch of the emulator begins when all before it have ended.
+inline void wait_for_kernel_before() {}
+
+inline void let_kernel_after_begin() {}
 
 template <int kRegisters>
 inline void raise_registers(emulator::Where where = emulator::Where::current()) {
