@@ -12,7 +12,19 @@ import functools
 from chord.errors import CompileError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, of which only an int of the value is used."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
 
 
 class LaunchConfig(ctypes.Structure):
@@ -30,6 +42,20 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+def begin_early(config: LaunchConfig) -> ctypes.Array[LaunchAttribute]:
+    """Let a launch begin while the kernel before it on the stream still runs.
+
+    Returns:
+        The attributes that `config` points at now; they have to live as long.
+    """
+    attributes = (LaunchAttribute * 1)()
+    attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+    attributes[0].value = 1
+    config.attributes = ctypes.addressof(attributes)
+    config.num_attributes = 1
+    return attributes
 
 
 @functools.cache

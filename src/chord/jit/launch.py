@@ -23,7 +23,7 @@ import torch
 from chord import device as devices
 from chord.errors import CaptureError, CompileError
 from chord.jit import cache, compiler, driver
-from chord.jit.params import addressing_layout
+from chord.jit.params import FLAGS_REGIONS, addressing_layout
 from chord.jit.source import ENTRY
 from chord.plan.config import Config, shipped_configs
 
@@ -116,7 +116,8 @@ class Launcher:
 
     def __init__(self, kernel: LoadedKernel, num_sms: int) -> None:
         driver.make_context_current(kernel.index)
-        packer = addressing_layout(kernel.addressing).packer
+        layout = addressing_layout(kernel.addressing)
+        packer = layout.packer
         self.kernel = kernel
         self._index = kernel.index
         self._room = (kernel.config.partial_floats(), kernel.config.warps)
@@ -133,6 +134,8 @@ class Launcher:
             block_z=1,
             smem_bytes=kernel.config.smem_bytes(),
         )
+        self._flags_region = layout.flags_region
+        self._attributes = driver.begin_early(self._config) if layout.is_stage else None
         launch = driver.library().cuLaunchKernelEx
         self._call = functools.partial(
             launch,
@@ -162,7 +165,7 @@ class Launcher:
             # The last capture's memory goes back to its pool, where the next graph may take it.
             kept.pop(key, None)
             scratch = kept[key] = _allocate(self.kernel, capture)
-        return scratch.pointers
+        return scratch.pointers[self._flags_region]
 
     def launch(self, stream: int, values: tuple[int, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
@@ -229,9 +232,10 @@ class Scratch:
 
     Attributes:
         partial: fp32, [num_sms, floats of a block]: decode's partial sums.
-        flags: int32, [num_sms, warps], zero between launches: decode's flags, prefill's counters.
+        flags: int32, [regions, num_sms, warps], zero between launches: decode's flags, prefill's
+            counters; a region for each of the kernels that may run at the same time on a stream.
         capture: Number of the capture that it was allocated in, or None.
-        pointers: Addresses of partial and flags.
+        pointers: Addresses of partial and flags, for each region.
         floats: Floats of partial sums that a block finds room for.
         warps: Warps of a block that find a flag.
     """
@@ -239,7 +243,7 @@ class Scratch:
     partial: torch.Tensor
     flags: torch.Tensor
     capture: int | None
-    pointers: tuple[int, int]
+    pointers: tuple[tuple[int, int], ...]
     floats: int
     warps: int
 
@@ -256,6 +260,6 @@ def _allocate(kernel: LoadedKernel, capture: int | None) -> Scratch:
     warps = max(config.warps for config in configs)
     where = torch.device("cuda", kernel.index)
     partial = torch.empty(facts.num_sms, floats, dtype=torch.float32, device=where)
-    flags = torch.zeros(facts.num_sms, warps, dtype=torch.int32, device=where)
-    pointers = (partial.data_ptr(), flags.data_ptr())
+    flags = torch.zeros(FLAGS_REGIONS, facts.num_sms, warps, dtype=torch.int32, device=where)
+    pointers = tuple((partial.data_ptr(), region.data_ptr()) for region in flags)
     return Scratch(partial, flags, capture, pointers, floats, warps)

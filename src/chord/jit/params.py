@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from chord.errors import InputError
 
-_CODES = {"pointer": "P", "int": "i"}
+_CODES = {"pointer": "P", "int": "i", "float": "f", "padding": "4x"}
+
+Fields = tuple[tuple[str, str], ...]
+"""Names and kinds of a C++ struct's fields, in order; a padding has no value."""
+
+
+def packer_of(fields: Fields) -> struct.Struct:
+    """Return the packer of a struct with these fields."""
+    # "0P" pads the end to the alignment of a pointer, as C does.
+    return struct.Struct("@" + "".join(_CODES[kind] for _, kind in fields) + "0P")
+
 
 GEMM_FIELDS = (
     ("x", "pointer"),
@@ -34,18 +44,22 @@ class AddressingLayout:
         name: The C++ type, chord::<name>.
         header: The header that defines it, below chord/kernels.
         fields: Names and kinds of <name>::Params, in order.
+        is_stage: Whether its kernels begin while the one before on the stream still runs
+            (kernels/stage.cuh).
+        flags_region: Which flags of the stream's scratch its kernels use. A stage that touches its
+            flags before it waits needs others than the stage before it.
     """
 
     name: str
     header: str
-    fields: tuple[tuple[str, str], ...]
+    fields: Fields
+    is_stage: bool = False
+    flags_region: int = 0
 
     @property
     def packer(self) -> struct.Struct:
         """Packer of chord::Params<name>: the GEMM's fields, then the addressing's."""
-        kinds = [kind for _, kind in (*GEMM_FIELDS, *self.fields)]
-        # "0P" pads the end to the alignment of a pointer, as C does.
-        return struct.Struct("@" + "".join(_CODES[kind] for kind in kinds) + "0P")
+        return packer_of((*GEMM_FIELDS, *self.fields))
 
 
 INDEXED = AddressingLayout(
@@ -88,9 +102,47 @@ MASKED = AddressingLayout(
     ),
 )
 
+ROUTED_GATE_UP = AddressingLayout(
+    name="RoutedGateUp",
+    header="addressing/routed.cuh",
+    fields=(
+        ("offsets", "pointer"),
+        ("routes", "pointer"),
+        ("router_weights", "pointer"),
+        ("router_weight_type", "int"),
+        ("", "padding"),
+        ("power_scale", "float"),
+        ("beta", "float"),
+        ("limit", "float"),
+        ("num_experts", "int"),
+        ("top_k", "int"),
+    ),
+    is_stage=True,
+)
+ROUTED_DOWN = AddressingLayout(
+    name="RoutedDown",
+    header="addressing/routed.cuh",
+    fields=(
+        ("offsets", "pointer"),
+        ("num_experts", "int"),
+        ("reserved", "int"),
+    ),
+    is_stage=True,
+    flags_region=1,
+)
+
 _LAYOUTS = {
-    layout.name: layout for layout in (INDEXED, CONTIGUOUS_OFFSETS, CONTIGUOUS_INDICES, MASKED)
+    layout.name: layout
+    for layout in (
+        INDEXED,
+        CONTIGUOUS_OFFSETS,
+        CONTIGUOUS_INDICES,
+        MASKED,
+        ROUTED_GATE_UP,
+        ROUTED_DOWN,
+    )
 }
+FLAGS_REGIONS = 1 + max(layout.flags_region for layout in _LAYOUTS.values())
 
 
 def addressing_layout(name: str) -> AddressingLayout:

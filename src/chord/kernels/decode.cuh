@@ -30,6 +30,8 @@
 #include <chord/kernels/ptx/mma.cuh>
 #include <chord/kernels/ptx/sync.cuh>
 #include <chord/kernels/schedule.cuh>
+#include <chord/kernels/stage.cuh>
+#include <chord/kernels/swiglu.cuh>
 #include <chord/kernels/weight_layout.cuh>
 
 namespace chord {
@@ -93,12 +95,14 @@ class Decode {
       ptx::store_shared_x4(smem.x + at, {0, 0, 0, 0});
     }
     ptx::fence_proxy_async();
+    await<Addressing, Awaits::kRouting>();
+    let_next_begin<Addressing>();
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.max_tokens);
     const i64 chunks = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_chunks();
     chunks_per_block = chunks / ptx::grid_dim();
     longer_blocks = static_cast<int>(chunks % ptx::grid_dim());
     const i64 begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
-    if (begin == end) return;
+    if (begin == end) return await<Addressing, Awaits::kRows>();
     if (warp < kConfig.warps) {
       multiply(begin, end);
     } else {
@@ -162,6 +166,7 @@ class Decode {
   // ---- Loading warps.
   __forceinline__ void load(i64 begin, i64 end) {
     const bool loads_weights = warp == kConfig.warps;
+    if (!loads_weights) await<Addressing, Awaits::kRows>();
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     Rows rows = load_rows(cursor.row_tile);
@@ -411,16 +416,7 @@ class Decode {
                   int feature_tile) {
     const int first_feature = feature_tile * kConfig.tile_features() + warp * kConfig.warp_features;
     const SmemAddress buffers = smem.store + warp * kStoreBytesPerWarp;
-    int buffer = 0;
-#pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; i += 2) {
-        store_eight_tokens(buffers + buffer * kStoreBufferBytes, sums[i][eight], sums[i + 1][eight],
-                           p.out, output_row[eight], first_feature + i * kRowTileFeatures, p.n);
-        buffer ^= 1;
-      }
-    }
+    store_sums<kRowTiles>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
     // The next tile begins with the first buffer again.
     ptx::sync_warp();
   }

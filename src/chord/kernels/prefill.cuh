@@ -28,6 +28,8 @@
 #include <chord/kernels/ptx/wgmma.cuh>
 #include <chord/kernels/schedule.cuh>
 #include <chord/kernels/smem_descriptor.cuh>
+#include <chord/kernels/stage.cuh>
+#include <chord/kernels/swiglu.cuh>
 #include <chord/kernels/weight_layout.cuh>
 
 namespace chord {
@@ -90,6 +92,8 @@ class Prefill {
 
   __forceinline__ void run() {
     if (ptx::thread_idx() == 0) ring.init(kLoaders + 32, kConfig.warps());
+    await<Addressing, Awaits::kRouting>();
+    let_next_begin<Addressing>();
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.block_m);
     if (ptx::thread_idx() >= 32 * kConfig.warps()) {
       ptx::lower_registers<kLoaderRegisters>();
@@ -160,12 +164,14 @@ class Prefill {
             if (k_stage == k_stages() - 1) note_rows(at.stage);
             load_weights(at.stage, tile, k_stage, width);
           }
+          if (k_stage == 0) await<Addressing, Awaits::kRows>();
           load_x(at.stage, x_row, k_stage, width);
           ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
           at.advance();
         }
       }
     }
+    await<Addressing, Awaits::kRows>();
     ring.wait_empty(at);
     if (thread < 32) {
       if (thread == 0) ptx::store_shared(width_note(at.stage), 0);
@@ -420,11 +426,7 @@ class Prefill {
                                   const int (&output_row)[kWidth / 8], int feature_tile) {
     const int first_feature = feature_tile * kConfig.tile_features() + warp() * kWarpFeatures;
     const SmemAddress buffers = smem.store + warp() * kStoreBytesPerWarp;
-#pragma unroll
-    for (int eight = 0; eight < kWidth / 8; ++eight) {
-      store_eight_tokens(buffers + (eight % 2) * kStoreBufferBytes, sums[0][eight], sums[1][eight],
-                         p.out, output_row[eight], first_feature, p.n);
-    }
+    store_sums<2>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
     // The next tile begins with the first buffer again.
     ptx::sync_warp();
   }

@@ -1,0 +1,87 @@
+// The last stage of the whole layer: out[t] = sum over slots j of weight[t, j] * rows[position[t, j]],
+// in FP32 and in the order of the slots. A token without a row gets zeros.
+//
+// A thread sums 8 features of one token: it asks for the rows of 8 slots at once, 16 bytes each, and
+// every row is read once. Blocks are small and many, so that loads of one overlap sums of another.
+#pragma once
+
+#include <chord/kernels/common/math.cuh>
+#include <chord/kernels/ptx/bf16.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+#include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/router_weight.cuh>
+
+namespace chord {
+
+struct CombineParams {
+  const void* rows;       // BF16, rows of n, by position
+  const int* positions;   // of each route, -1 for none
+  RouterWeights weights;  // by route; none: already applied
+  void* out;              // BF16, a row of n for each token
+  int top_k;
+  int n;  // a multiple of 8
+};
+static_assert(sizeof(CombineParams) == 48, "CombineParams must match jit/fixed.py");
+
+class Combine {
+ public:
+  static constexpr int kThreads = 128;
+  static constexpr int kSmemBytes = 0;
+
+  explicit Combine(const CombineParams& params) : p(params) {}
+
+  // Blocks that share a token.
+  static constexpr int parts(int n) { return ceil_div(n, 8 * kThreads); }
+
+  void run() {
+    const int token = ptx::block_idx() / parts(p.n);
+    const int feature = 8 * (ptx::block_idx() % parts(p.n) * kThreads + ptx::thread_idx());
+    float sums[8] = {};
+    ptx::wait_for_kernel_before();
+    if (feature >= p.n) return;
+#pragma unroll 1
+    for (int slot = 0; slot < p.top_k; slot += kSlots) add_slots(sums, token, slot, feature);
+    const U32x4 piece = {ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
+                         ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])};
+    ptx::store_global_x4(static_cast<char*>(p.out) + offset(token, feature), piece);
+  }
+
+ private:
+  static constexpr int kSlots = 8;  // rows that are on their way at a time
+
+  i64 offset(int row, int feature) const { return (static_cast<i64>(row) * p.n + feature) * 2; }
+
+  void add_slots(float (&sums)[8], int token, int first, int feature) const {
+    const i64 first_route = static_cast<i64>(token) * p.top_k + first;
+    U32x4 pieces[kSlots];
+    float weights[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      const int position =
+          first + i < p.top_k ? ptx::load_written(p.positions + first_route + i) : -1;
+      pieces[i] = {0, 0, 0, 0};
+      weights[i] = 0.f;
+      if (position < 0) continue;
+      const char* row = static_cast<const char*>(p.rows) + offset(position, feature);
+      pieces[i] = ptx::load_written_once_x4(row);
+      weights[i] = p.weights.exist() ? p.weights.load(first_route + i) : 1.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      const u32 words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float low = __builtin_bit_cast(float, words[word] << 16);
+        const float high = __builtin_bit_cast(float, words[word] & 0xffff0000u);
+        sums[2 * word] += weights[i] * low;
+        sums[2 * word + 1] += weights[i] * high;
+      }
+    }
+  }
+
+  const CombineParams& p;
+};
+
+__forceinline__ void combine(const CombineParams& p) { Combine(p).run(); }
+
+}  // namespace chord

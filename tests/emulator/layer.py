@@ -1,0 +1,198 @@
+"""The stages of the whole layer on the emulator: launches of its kernels, on torch CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chord.emulator.build import build, build_source
+from chord.emulator.runner import (
+    FLAGS,
+    INPUT,
+    OUTPUT,
+    PARTIAL,
+    Launch,
+    alone,
+    run_launch,
+    run_program,
+    scratch_of,
+)
+from chord.jit.fixed import COMBINE, ROUTE, WEIGHT_TYPES, FixedKernel
+from chord.jit.params import addressing_layout
+from chord.jit.source import ENTRY
+from chord.plan.config import Config
+from chord.weights import PackedExperts
+
+
+@dataclass(frozen=True, eq=False)
+class Sorted:
+    """What the route kernel writes: int32, [E + 1], [capacity] and [routes]; blocks if aligned."""
+
+    offsets: torch.Tensor
+    routes: torch.Tensor
+    positions: torch.Tensor
+    block_experts: torch.Tensor
+    num_rows_padded: torch.Tensor
+
+
+def _unit(kernel: FixedKernel) -> str:
+    words = kernel.name.capitalize()
+    return f"""\
+{kernel.render()}
+#include "runtime/launch.hpp"
+
+namespace {{
+void enter(const void* params) {{ {ENTRY}(*static_cast<const chord::{words}Params*>(params)); }}
+}}  // namespace
+
+const ChordUnit chord_unit{{enter, {kernel.num_threads}, {kernel.shared_bytes}}};
+"""
+
+
+def _run(
+    kernel: FixedKernel,
+    values: dict[str, torch.Tensor | int],
+    outputs: tuple[str, ...],
+    num_blocks: int,
+    seed: int,
+    flavour: str = "fast",
+) -> dict[str, torch.Tensor]:
+    """Launch a fixed kernel; return copies of its outputs, by name."""
+    tensors = {
+        name: alone(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
+    packed = []
+    for name, kind in kernel.fields:
+        if kind == "padding":
+            continue
+        value = values[name]
+        packed.append(tensors[name].data_ptr() if name in tensors else value)
+    launch = Launch(
+        kernel.packer.pack(*packed),
+        [
+            (name, tensor, OUTPUT if name in outputs else INPUT)
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        ],
+    )
+    library = build_source(_unit(kernel), kernel.name, flavour=flavour)
+    (run_launch if flavour == "fast" else run_program)(library, launch, num_blocks, seed)
+    return {name: tensors[name].clone() for name in outputs if name in tensors}
+
+
+def route(
+    ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    *,
+    block_m: int = 1,
+    num_blocks: int = 1,
+    seed: int = 0,
+    flavour: str = "fast",
+) -> Sorted:
+    """Sort the routes of ids, int32 or int64 [T, top_k], with every output the kernel has."""
+    num_routes = ids.numel()
+    capacity = num_routes + num_experts * (block_m - 1)
+    blocks = -(-capacity // block_m)
+
+    def empty(size: int) -> torch.Tensor:
+        return torch.full((size,), -12345, dtype=torch.int32)
+
+    values: dict[str, torch.Tensor | int] = {
+        "ids": ids.flatten() if num_routes else 0,
+        "expert_map": 0 if expert_map is None else expert_map,
+        "offsets": empty(num_experts + 1),
+        "routes": empty(capacity) if capacity else 0,
+        "positions": empty(num_routes) if num_routes else 0,
+        "block_experts": empty(blocks) if blocks else 0,
+        "num_rows_padded": empty(1),
+        "ids_are_64bit": int(ids.dtype is torch.int64),
+        "map_is_64bit": int(expert_map is not None and expert_map.dtype is torch.int64),
+        "num_routes": num_routes,
+        "num_ids": num_experts if expert_map is None else expert_map.numel(),
+        "num_experts": num_experts,
+        "block_m": block_m,
+        "capacity": capacity,
+        "num_blocks": blocks,
+        "share": -(-num_routes // num_blocks),
+        "reserved": 0,
+    }
+    names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded")
+    made = _run(ROUTE, values, names, num_blocks, seed, flavour)
+    return Sorted(*(made.get(name, torch.empty(0, dtype=torch.int32)) for name in names))
+
+
+def combine(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor | None,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    flavour: str = "fast",
+) -> torch.Tensor:
+    """Sum rows, bf16 [R, N], of positions, int32 [T * top_k]; return bf16 [T, N]."""
+    n = rows.shape[1]
+    values: dict[str, torch.Tensor | int] = {
+        "rows": rows,
+        "positions": positions,
+        "router_weights": 0 if weights is None else weights.flatten(),
+        "router_weight_type": 0 if weights is None else type_of(weights),
+        "out": torch.full((num_tokens, n), float("nan"), dtype=torch.bfloat16),
+        "top_k": positions.numel() // num_tokens,
+        "n": n,
+    }
+    parts = -(-n // (8 * COMBINE.num_threads))
+    return _run(COMBINE, values, ("out",), num_tokens * parts, seed, flavour)["out"]
+
+
+def type_of(weights: torch.Tensor) -> int:
+    return WEIGHT_TYPES.index(str(weights.dtype).removeprefix("torch."))
+
+
+def gemm(
+    config: Config,
+    addressing: str,
+    x: torch.Tensor,
+    packed: PackedExperts,
+    out: torch.Tensor,
+    given: dict[str, torch.Tensor | int | float],
+    *,
+    num_blocks: int = 3,
+    seed: int = 0,
+    flavour: str = "fast",
+) -> torch.Tensor:
+    """Run one of the layer's GEMMs; `given` are the fields of its addressing's parameters."""
+    partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
+    x, data, out = alone(x), alone(packed.data), alone(out)
+    layout = addressing_layout(addressing)
+    tables = {
+        name: alone(value) for name, value in given.items() if isinstance(value, torch.Tensor)
+    }
+    params = layout.packer.pack(
+        *(tensor.data_ptr() for tensor in (x, data, out, partial, flags)),
+        packed.num_experts,
+        packed.n,
+        packed.k,
+        0,
+        *(
+            tables[name].data_ptr() if name in tables else given[name]
+            for name, kind in layout.fields
+            if kind != "padding"
+        ),
+    )
+    launch = Launch(
+        params,
+        [
+            ("x", x, INPUT),
+            ("weight", data, INPUT),
+            ("out", out, OUTPUT),
+            ("partial", partial, PARTIAL),
+            ("flags", flags, FLAGS),
+            *((name, table, INPUT) for name, table in tables.items()),
+        ],
+    )
+    library = build(config, addressing=addressing, flavour=flavour)
+    (run_launch if flavour == "fast" else run_program)(library, launch, num_blocks, seed)
+    return out
