@@ -31,9 +31,10 @@ def check(name: str) -> bool:
         (projection,) = SUITE.projections
         print(f"{name}: pack E={SUITE.num_experts} N={projection.n} K={projection.k}", flush=True)
         checkpoint = random_checkpoint(SUITE.num_experts, projection.n, projection.k, "cuda")
-        peer = load_peer(name, checkpoint)
+        todo = list(cases(SUITE, projection))
+        peer = load_peer(name, checkpoint, todo)
         worst = 0.0
-        for case in cases(SUITE, projection):
+        for case in todo:
             what = f"{name} {peer.version} {case.series.addressing}"
             if not peer.handles(case):
                 print(f"{what}: not its case", flush=True)

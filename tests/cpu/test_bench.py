@@ -61,7 +61,7 @@ def test_unknown_names_are_refused() -> None:
         scenarios.suite_named("ep9")
     checkpoint = operands.random_checkpoint(1, 8, 32, "cpu")
     with pytest.raises(InputError, match="humming"):
-        load_peer("nobody", checkpoint)
+        load_peer("nobody", checkpoint, [])
 
 
 def test_missing_peer_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_missing_peer_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(UnsupportedError, match="humming-kernels"):
-        load_peer("humming", operands.random_checkpoint(1, 8, 32, "cpu"))
+        load_peer("humming", operands.random_checkpoint(1, 8, 32, "cpu"), [])
 
 
 def test_routing_is_uneven_valid_and_repeatable() -> None:
@@ -242,7 +242,7 @@ def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         def prepare_call(self, work: object) -> object:
             raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(run, "load_peer", lambda name, checkpoint: Broken())
+    monkeypatch.setattr(run, "load_peer", lambda name, checkpoint, todo: Broken())
     faults: list[str] = []
     record = run.run_suite(
         TINY,

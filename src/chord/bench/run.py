@@ -157,7 +157,12 @@ def run_suite(
         checkpoint = random_checkpoint(suite.num_experts, projection.n, projection.k, device)
         contenders: list[Chord | Peer] = [Chord(checkpoint, block_m)]
         for name in peers:
-            peer = load_peer(name, checkpoint)
+            on_step(f"{projection.name}: pack for {name}")
+            try:
+                peer = load_peer(name, checkpoint, todo)
+            except RuntimeError as error:  # out of memory, most likely
+                on_fault(f"{name}: {type(error).__name__}: {error}")
+                continue
             if any(peer.handles(case) for case in todo):
                 contenders.append(peer)
                 versions[name] = peer.version

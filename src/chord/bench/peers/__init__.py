@@ -6,7 +6,7 @@ own public functions, and uses its own tile choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from chord.bench.operands import Checkpoint
@@ -37,12 +37,13 @@ class Peer(Protocol):
         """Return a function without arguments that fills work.out once."""
 
 
-def load_peer(name: str, checkpoint: Checkpoint) -> Peer:
+def load_peer(name: str, checkpoint: Checkpoint, todo: Sequence[Case]) -> Peer:
     """Pack a checkpoint for a peer.
 
     Args:
         name: One of `PEERS`.
         checkpoint: The weight in checkpoint form, on the card.
+        todo: The cases that it will be asked for, so that it can compile their kernels at once.
 
     Returns:
         The peer, ready to prepare calls.
@@ -54,7 +55,7 @@ def load_peer(name: str, checkpoint: Checkpoint) -> Peer:
     if name == "humming":
         from chord.bench.peers.humming import Humming
 
-        return Humming(checkpoint)
+        return Humming(checkpoint, todo)
     if name == "torch":
         from chord.bench.peers.unquantised import Unquantised
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Humming:
 
     name = "humming"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, todo: Sequence[Case]) -> None:
         try:
             # The distribution, not the module: Chord has an import root of the same name.
             self.version = importlib.metadata.version("humming-kernels")
@@ -87,7 +87,8 @@ class Humming:
             device=device,
         )
         self._device = device
-        self._tuning: dict[str, Any] = {}
+        self._todo = [case for case in todo if self.handles(case)]
+        self._tuning: dict[str, list[Any]] = {}
         self.choice = ""
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._locks = torch.zeros(num_sms * _LOCKS_PER_SM, dtype=torch.int32, device=device)
@@ -110,9 +111,8 @@ class Humming:
 
         case = work.case
         gemm_type = _GEMM_TYPES[case.series.addressing]
-        # The one entry that its launcher would take, so that only this kernel is compiled.
-        tuning = self._tuning_of(gemm_type, case.num_routes)
-        block_shape = tuple(tuning["block_shape"])
+        tuning = self._tuning_of(gemm_type)
+        block_shape = self._block_shape(gemm_type, case.num_routes)
         self.choice = f"{gemm_type}, block_shape {block_shape}"
         compute = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm_type}
         return functools.partial(
@@ -142,20 +142,36 @@ class Humming:
             "num_tokens_padded": aligned.num_tokens_post_padded,
         }
 
-    def _tuning_of(self, gemm_type: str, num_routes: int) -> dict[str, Any]:
+    def _tuning_of(self, gemm_type: str) -> list[Any]:
+        """Return its tuning table, (from, to, configuration) each, without what no case needs.
+
+        It compiles a whole table at the first call, in parallel.
+        """
         from humming import tune
 
         if gemm_type not in self._tuning:
-            self._tuning[gemm_type] = tune.get_heuristics_config(
+            table = tune.get_heuristics_config(
                 layer_config=self._layer,
                 use_f16_accum=False,
                 use_batch_invariant=False,
                 gemm_type=gemm_type,
                 device=self._device,
             )
-        for low, high, config in self._tuning[gemm_type]:
+            rows = {
+                case.num_routes
+                for case in self._todo
+                if _GEMM_TYPES[case.series.addressing] == gemm_type
+            }
+            self._tuning[gemm_type] = [
+                entry for entry in table if any(entry[0] < count <= entry[1] for count in rows)
+            ]
+        return self._tuning[gemm_type]
+
+    def _block_shape(self, gemm_type: str, num_routes: int) -> tuple[int, ...]:
+        """Return rows, features and K of the tile that its launcher takes."""
+        for low, high, config in self._tuning_of(gemm_type):
             if low < num_routes <= high:
-                return dict(config)
+                return tuple(config["block_shape"])
         raise UnsupportedError(
             f"humming {self.version} has no {gemm_type} configuration for {num_routes} rows of "
             f"this shape; measure it without the peer"
