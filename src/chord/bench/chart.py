@@ -42,11 +42,12 @@ def draw(record: Record, path: Path) -> Path:
             if not rows:
                 panel.set_visible(False)
                 continue
-            (_draw_lines if rows[0].unit == "rows" else _draw_bars)(panel, rows)
+            is_sweep = rows[0].unit == "rows"
+            (_draw_lines if is_sweep else _draw_bars)(panel, rows)
             title = f"{projection}  N={rows[0].n} K={rows[0].k} E={rows[0].experts}"
             panel.set_title(f"{title}\n{series}" if series else title)
             panel.set_ylabel("us per call")
-            panel.set_xlabel(rows[0].unit)
+            panel.set_xlabel("routed rows" if is_sweep else f"{rows[0].unit} (routed rows)")
             panel.spines[["top", "right"]].set_visible(False)
             handles, names = panel.get_legend_handles_labels()
             labels |= dict(zip(names, handles, strict=True))
@@ -83,7 +84,7 @@ def _draw_bars(panel: Any, rows: Sequence[Row]) -> None:
             color=_COLOURS.get(name),
         )
         panel.bar_label(bars, fmt="%.0f", fontsize=7 if len(rows) < 8 else 5)
-    panel.set_xticks(range(len(rows)), [f"{row.tokens}\n({row.routed} rows)" for row in rows])
+    panel.set_xticks(range(len(rows)), [f"{row.tokens}\n({row.routed})" for row in rows])
     panel.margins(y=0.1)
 
 
