@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import stat
@@ -13,13 +14,15 @@ import sys
 import textwrap
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chord.errors import CacheWarning, CompileError
-from chord.jit import cache, compiler
+from chord.jit import cache, compiler, place
 from chord.jit.compiler import CompileReport, Cubin
+from chord.plan.config import DecodeConfig
 
 CUBIN = Cubin(code=b"\x7fELF" + bytes(range(256)) * 40, report=CompileReport(80, 0, 0, 0))
 
@@ -250,21 +253,97 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch) 
     private = tmp_path / f"chord-{os.geteuid()}"
     private.mkdir()
     private.chmod(0o755)
-    assert cache._private_temporary_folder() is None
+    assert place._private_temporary_folder() is None
     private.rmdir()
     private.symlink_to(tmp_path)
-    assert cache._private_temporary_folder() is None
+    assert place._private_temporary_folder() is None
+
+
+CONFIG = DecodeConfig(max_tokens=8, warps=8, block_k=128, stages=2)
+
+
+def test_compiling_ahead_fills_the_cache_for_cached_mode(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: CUBIN)
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    monkeypatch.setenv("CHORD_JIT", "cached")
+    assert not cache.is_kept(CONFIG, "sm_90a", "Indexed")
+    with pytest.raises(CompileError, match="chord compile"):
+        cache.cubin_for(CONFIG, "sm_90a")
+    assert cache.cubin_for(CONFIG, "sm_90a", ahead=True).code == CUBIN.code
+    assert cache.is_kept(CONFIG, "sm_90a", "Indexed")
+    assert not cache.is_kept(CONFIG, "sm_100a", "Indexed")
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled again"))
+    assert cache.cubin_for(CONFIG, "sm_90a").code == CUBIN.code
+
+
+def test_what_other_kernels_or_compilers_left_is_pruned(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: CUBIN)
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    assert cache.entries(folder) == [] and cache.prune(folder) == []
+    assert cache.cubin_for(CONFIG, "sm_90a").origin is not None
+    (current,) = cache.entries(folder)
+    assert current.is_current and current.size == current.path.stat().st_size
+
+    origin = cache.cubin_for(CONFIG, "sm_90a").origin
+    others = {
+        "kernels": replace(origin, kernels="0" * 64),
+        "nvrtc": replace(origin, nvrtc="12.0"),
+        "header": replace(origin, headers=("gone.cuh",)),
+        "unknown": None,
+    }
+    for name, other in others.items():
+        (folder / f"{name}.kernel").write_bytes(cache.encode_entry(replace(CUBIN, origin=other)))
+        (folder / f"{name}.lock").write_bytes(b"")
+    (folder / "broken.kernel").write_bytes(b"chord")
+    (folder / "killed.tmp").write_bytes(b"part")
+    os.utime(folder / "killed.tmp", (0, 0))
+    (folder / "writing.tmp").write_bytes(b"part")
+    gone = {entry.path.name for entry in cache.prune(folder)}
+    assert gone == {"broken.kernel", "killed.tmp", *(f"{name}.kernel" for name in others)}
+    left = {path.name for path in folder.iterdir()}
+    assert left == {current.path.name, current.path.with_suffix(".lock").name, "writing.tmp"}
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled again"))
+    assert cache.cubin_for(CONFIG, "sm_90a").code == CUBIN.code
+
+
+def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    for named, said in (
+        (tmp_path / "file" / "cache", r"file is not a folder"),
+        (tmp_path / "new" / "cache", None),
+        (tmp_path, None),
+    ):
+        monkeypatch.setenv("CHORD_CACHE_DIR", str(named))
+        found = place.trouble()
+        assert found is None if said is None else re.search(said, found or "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "looking leaves nothing"
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    assert "can be written by everyone" in (place.trouble() or "")
+
+
+def expect_trouble() -> None:
+    said = place.trouble() or ""  # a parent of tmp_path may be closed to others, too
+    os._exit(0 if re.search(r"cannot be written|Permission denied", said) else 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_read_only_folder_is_said(folder: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    folder.mkdir(parents=True)
+    for part in (folder, folder.parent):
+        part.chmod(0o555)
+    assert run_in_child(as_nobody, expect_trouble) == 0
 
 
 def test_cached_mode_refuses_what_is_not_there(folder: Path, monkeypatch) -> None:
-    from chord.plan.config import DecodeConfig
-
     monkeypatch.setenv("CHORD_JIT", "cached")
     monkeypatch.setattr(cache, "_STATE", cache._State())
     monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled"))
-    config = DecodeConfig(max_tokens=8, warps=8, block_k=128, stages=2)
     with pytest.raises(CompileError, match=r"CHORD_JIT=cached .*chord compile --arch sm_90a"):
-        cache.cubin_for(config, "sm_90a")
+        cache.cubin_for(CONFIG, "sm_90a")
     assert not folder.exists()
 
 

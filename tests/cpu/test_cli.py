@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from chord.bench import machine, records, scenarios
 from chord.cli import app
 from chord.cli.bench import line
 from chord.errors import ChordError, InputError, UnsupportedError
+from chord.jit import cache, compiler
+from chord.jit.cache import DiskStore
+from chord.jit.compiler import CompileReport, Cubin
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
 
@@ -30,7 +35,7 @@ def run(*arguments: str, fails: type[ChordError] | None = None) -> str:
 
 def test_help_names_every_command() -> None:
     text = run("--help")
-    for command in ("demo", "doctor", "compile", "bench", "explain"):
+    for command in ("demo", "doctor", "compile", "cache", "bench", "tune", "explain"):
         assert command in text
 
 
@@ -60,6 +65,50 @@ def test_doctor_names_card_versions_cache_and_variables(monkeypatch: pytest.Monk
     text = run("doctor")
     for word in ("card", "driver", "torch", "nvrtc", "/nonexistent/chord", "CHORD_JIT"):
         assert word in text
+
+
+def test_doctor_and_compile_say_that_a_cache_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path / "file"))
+    text = " ".join(run("doctor").split())
+    assert "CANNOT BE USED" in text and "is not a folder" in text and "set CHORD_CACHE_DIR" in text
+    text = run("compile", "--arch", "sm_90a", fails=InputError)
+    assert "cannot be kept" in text and "is not a folder" in text and "CHORD_CACHE_DIR" in text
+
+
+def test_compile_fails_where_a_kernel_was_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chord.cli import compile as command
+
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CHORD_JIT", "cached")
+    monkeypatch.setattr(
+        compiler, "compile_unit", lambda *_: Cubin(b"code", CompileReport(8, 0, 0, 0))
+    )
+    job = command._work("sm_90a")[0]
+    monkeypatch.setattr(command, "_work", lambda arch: [job])
+    monkeypatch.setattr(command, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+    assert "1 of 1 kernels are kept in" in run("compile")
+    monkeypatch.setattr(cache._STATE, "_memory", {})
+    monkeypatch.setattr(DiskStore, "write", lambda *_: None)
+    for entry in tmp_path.rglob("*.kernel"):
+        entry.unlink()
+    result = CliRunner().invoke(app, ["compile"])
+    assert result.exit_code == 1 and "0 of 1 kernels are kept in" in result.output
+
+
+def test_cache_names_its_folder_and_prunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
+    assert "0 file(s), 0.0 MiB" in run("cache", "--prune")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "old.kernel").write_bytes(bytes(1 << 20))
+    assert "1 file(s), 1.0 MiB of other kernels" in run("cache")
+    text = run("cache", "--prune")
+    assert text.startswith("deleted 1 file(s), 1.0 MiB") and "of other kernels" not in text
+    assert not list((tmp_path / "kernels").iterdir())
 
 
 def test_explain_names_choice_alternatives_and_rejections() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import chord
-from chord.cli import bench, compile, demo, doctor, explain, tune
+from chord.cli import bench, cache, compile, demo, doctor, explain, tune
 from chord.cli.console import console, errors
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ def options(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("compile")(compile.compile_ahead)
+app.command("cache")(cache.cache)
 app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)

@@ -12,6 +12,8 @@ import typer
 from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from chord.jit.compiler import Cubin
     from chord.plan.config import Config
 
@@ -22,8 +24,12 @@ def compile_ahead(
     arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, sm_103a, or all.")] = "all",
     jobs: Annotated[int, typer.Option(min=0, help="Worker processes; 0 takes one a core.")] = 0,
 ) -> None:
-    """Compile every shipped configuration; fail on an error, a spill or a stack frame."""
+    """Compile every shipped configuration; fail on an error, a spill, or where none is kept.
+
+    Compiles with CHORD_JIT=cached too: that forbids compiling late, and this is ahead.
+    """
     work = _work(arch)
+    folder = _folder()
     results: dict[Job, Cubin | Exception] = {}
     workers = min(len(work), jobs or os.cpu_count() or 1)
     with progress() as bar, ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -33,7 +39,10 @@ def compile_ahead(
             job = futures[future]
             results[job] = future.exception() or future.result()  # type: ignore[assignment]
             bar.advance(task)
-    if not _report(work, results):
+    kept = _kept(work)
+    is_clean = _report(work, results)
+    console.print(f"{len(kept)} of {len(work)} kernels are kept in {folder}", soft_wrap=True)
+    if not is_clean or len(kept) < len(work):
         raise typer.Exit(1)
 
 
@@ -56,11 +65,39 @@ def _work(arch: str) -> list[Job]:
     return work
 
 
+def _folder() -> Path:
+    """Return where the kernels will be kept; refuse to compile for nothing."""
+    from chord import env
+    from chord.errors import InputError
+    from chord.jit import place
+
+    env.jit_mode()
+    folder, trouble = place.find().folder, place.trouble()
+    if folder is not None and trouble is None:
+        try:
+            place.make(folder)
+        except OSError as error:
+            trouble = f"{folder}: {error.strerror or error}"
+    if folder is None or trouble is not None:
+        raise InputError(
+            f"compiled kernels cannot be kept ({trouble}), and to keep them is what `chord "
+            f"compile` is for; set CHORD_CACHE_DIR to a folder that you can write"
+        )
+    return folder
+
+
+def _kept(work: list[Job]) -> list[Job]:
+    """Return what later processes will find: a disk may have become full meanwhile."""
+    from chord.jit import cache
+
+    return [job for job in work if cache.is_kept(job[1], job[0], job[2])]
+
+
 def _compile_one(job: Job) -> Cubin:
     from chord.jit import cache
 
     arch, config, addressing = job
-    return cache.cubin_for(config, arch, addressing)
+    return cache.cubin_for(config, arch, addressing, ahead=True)
 
 
 def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from chord.cli.cache import describe
 from chord.cli.console import console, table
 
 
@@ -22,7 +21,7 @@ def doctor() -> None:
     for name, value in versions.items():
         facts.add_row(name, value)
     facts.add_row("kernels", machine.kernel_digest()[:12])
-    facts.add_row("cache", _cache_state(env.cache_dir()))
+    facts.add_row("cache", _cache_state())
     facts.add_row("CHORD_JIT", env.jit_mode())
     console.print(facts)
     console.print()
@@ -61,12 +60,19 @@ def _card_lines() -> list[tuple[str, str]]:
     return lines
 
 
-def _cache_state(folder: Path | None) -> str:
-    if folder is None:
-        return "memory only: no usable home; set CHORD_CACHE_DIR to keep kernels on disk"
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    size = sum(path.stat().st_size for path in files) / 2**20
-    return f"{folder}, {len(files)} file(s), {size:.1f} MiB"
+def _cache_state() -> str:
+    from chord.jit import place
+
+    found = place.find()
+    trouble = place.trouble()
+    if found.folder is None or trouble is not None:
+        where = "" if found.folder is None else f"{found.folder} "
+        return (
+            f"{where}CANNOT BE USED ({trouble}): kernels stay in memory and every process compiles "
+            f"its own; set CHORD_CACHE_DIR to a folder that you can write"
+        )
+    kept = describe(found.folder)
+    return kept if found.trouble is None else f"{kept} ({found.trouble})"
 
 
 def _what_runs() -> list[str]:

@@ -13,11 +13,11 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
-import stat
 import tempfile
 import threading
 import time
@@ -27,8 +27,9 @@ from pathlib import Path
 
 from chord import env
 from chord.errors import CacheWarning, CompileError
-from chord.jit import compiler, source
-from chord.jit.compiler import CompileReport, Cubin
+from chord.jit import compiler, place, source
+from chord.jit.compiler import CompileReport, Cubin, Origin
+from chord.jit.place import ENTRY_SUFFIX, LOCK_SUFFIX, TEMPORARY_SUFFIX
 from chord.plan.config import Config
 
 _LOG = logging.getLogger("chord")
@@ -40,36 +41,78 @@ _POLL_S = 0.02
 
 _MAGIC = b"chord-kernel-1\n"
 _DIGEST_BYTES = 32
-_SUFFIX = ".kernel"
 
 
-def cubin_for(config: Config, arch: str, addressing: str = "Indexed") -> Cubin:
+def cubin_for(
+    config: Config, arch: str, addressing: str = "Indexed", *, ahead: bool = False
+) -> Cubin:
     """Return the compiled kernel of a configuration: from memory, from disk, or compiled now.
 
     Args:
         config: The configuration.
         arch: Architecture to compile for, "sm_90a"; it need not be this machine's.
         addressing: How rows are found, a type of kernels/addressing.
+        ahead: Whether this call is there to compile, so that CHORD_JIT=cached does not forbid it.
 
     Raises:
         CompileError: It does not compile, or CHORD_JIT=cached and it is not in the cache.
     """
-    unit = source.render(config, addressing)
-    key = cache_key(unit, arch, source.kernel_digest(addressing), compiler.nvrtc_version())
-    describe = f"{config.label()} {addressing} for {arch}"
+    unit, headers = source.render(config, addressing), source.headers_of(addressing)
+    return cubin_of_unit(unit, headers, arch, f"{config.label()} {addressing}", ahead=ahead)
+
+
+def cubin_of_unit(
+    unit: str, headers: tuple[str, ...], arch: str, label: str, *, ahead: bool = False
+) -> Cubin:
+    """Return any compiled unit, as `cubin_for` does.
+
+    Args:
+        unit: The CUDA source.
+        headers: Headers of chord/kernels that it includes.
+        arch: Architecture to compile for.
+        label: What it is, for messages.
+        ahead: As for `cubin_for`.
+
+    Raises:
+        CompileError: As `cubin_for`.
+    """
+    origin = Origin(headers, _digest_of(headers), compiler.nvrtc_version(), label, arch)
+    describe = f"{label} for {arch}"
 
     def build() -> Cubin:
-        if env.jit_mode() == "cached":
-            place = _STATE.store().folder
+        if env.jit_mode() == "cached" and not ahead:
+            folder = _STATE.store().folder
             raise CompileError(
-                f"{describe} is not in the kernel cache ({place or 'memory only'}) and "
+                f"{describe} is not in the kernel cache ({folder or 'memory only'}) and "
                 f"CHORD_JIT=cached forbids compiling; run `chord compile --arch {arch}` or unset "
                 f"CHORD_JIT"
             )
         _LOG.info("compile %s", describe)
-        return compiler.compile_unit(unit, arch)
+        return dataclasses.replace(compiler.compile_unit(unit, arch), origin=origin)
 
-    return _STATE.get_or_build(key, build, describe)
+    return _STATE.get_or_build(_key_of(unit, origin), build, describe, ahead=ahead)
+
+
+def is_kept(config: Config, arch: str, addressing: str) -> bool:
+    """Return whether the kernel of a configuration is on disk, for later processes to find.
+
+    Args:
+        config: The configuration.
+        arch: The architecture.
+        addressing: How rows are found.
+    """
+    headers = source.headers_of(addressing)
+    origin = Origin(headers, _digest_of(headers), compiler.nvrtc_version(), "", arch)
+    return _STATE.store().read(_key_of(source.render(config, addressing), origin)) is not None
+
+
+@functools.cache
+def _digest_of(headers: tuple[str, ...]) -> str:
+    return source.digest_headers(headers, source.KERNELS)
+
+
+def _key_of(unit: str, origin: Origin) -> str:
+    return cache_key(unit, origin.arch, origin.kernels, origin.nvrtc)
 
 
 def cache_key(unit: str, arch: str, digest: str, nvrtc: str) -> str:
@@ -99,7 +142,7 @@ class DiskStore:
 
     def path(self, key: str) -> Path | None:
         """Return where the entry of `key` lies, or None without a folder."""
-        return None if self.folder is None else self.folder / f"{key}{_SUFFIX}"
+        return None if self.folder is None else self.folder / f"{key}{ENTRY_SUFFIX}"
 
     def read(self, key: str) -> Cubin | None:
         """Return the entry of `key`; None if there is none, or one that does not check."""
@@ -118,8 +161,10 @@ class DiskStore:
             return
         temporary = None
         try:
-            self._make_folder(path.parent)
-            descriptor, temporary = tempfile.mkstemp(".tmp", f"{key[:16]}.", path.parent)  # 0600
+            place.make(path.parent)
+            descriptor, temporary = tempfile.mkstemp(
+                TEMPORARY_SUFFIX, f"{key[:16]}.", path.parent
+            )  # 0600
             with os.fdopen(descriptor, "wb") as file:
                 file.write(encode_entry(cubin))
                 file.flush()
@@ -151,19 +196,12 @@ class DiskStore:
         if path is None:
             return None
         try:
-            self._make_folder(path.parent)
+            place.make(path.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            return os.open(path.with_suffix(".lock"), flags, 0o600)
+            return os.open(path.with_suffix(LOCK_SUFFIX), flags, 0o600)
         except OSError as error:
             self._warn(f"{path.parent}: {error.strerror or error}")
             return None
-
-    @staticmethod
-    def _make_folder(folder: Path) -> None:
-        # Parents too are private; racing processes may make them at the same time.
-        for part in (*reversed(folder.parents), folder):
-            if not part.exists():
-                part.mkdir(mode=0o700, exist_ok=True)
 
 
 def _wait_for_lock(descriptor: int, describe: str) -> None:
@@ -193,7 +231,8 @@ def _wait_for_lock(descriptor: int, describe: str) -> None:
 def encode_entry(cubin: Cubin) -> bytes:
     """Return an entry's bytes: magic, checksum of the rest, a line of JSON, the cubin."""
     report = None if cubin.report is None else dataclasses.asdict(cubin.report)
-    head = {"report": report, "code_bytes": len(cubin.code)}
+    origin = None if cubin.origin is None else dataclasses.asdict(cubin.origin)
+    head = {"report": report, "origin": origin, "code_bytes": len(cubin.code)}
     payload = json.dumps(head, sort_keys=True).encode() + b"\n" + cubin.code
     return _MAGIC + hashlib.sha256(payload).digest() + payload
 
@@ -206,10 +245,68 @@ def decode_entry(entry: bytes) -> Cubin | None:
         return None
     head, _, code = payload.partition(b"\n")
     try:
-        report = json.loads(head)["report"]
-        return Cubin(code=code, report=None if report is None else CompileReport(**report))
+        fields = json.loads(head)
+        report, origin = fields["report"], fields.get("origin")
+        return Cubin(
+            code=code,
+            report=None if report is None else CompileReport(**report),
+            origin=None
+            if origin is None
+            else Origin(**origin | {"headers": (*origin["headers"],)}),
+        )
     except (ValueError, KeyError, TypeError):
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry on disk, or what is left of one.
+
+    Attributes:
+        path: The file.
+        size: Its bytes.
+        is_current: Whether this installation's kernels and NVRTC made it, so it can be used again.
+    """
+
+    path: Path
+    size: int
+    is_current: bool
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Return what lies in a folder of kernels: entries, and files of writers that were killed."""
+    found = []
+    for path in sorted(folder.glob("*")):
+        with contextlib.suppress(OSError):  # another process may delete it meanwhile
+            if path.suffix == ENTRY_SUFFIX:
+                content = path.read_bytes()
+                cubin = decode_entry(content)
+                is_current = cubin is not None and _is_current(cubin.origin)
+                found.append(Entry(path, len(content), is_current))
+            elif path.suffix == TEMPORARY_SUFFIX:
+                state = path.stat()
+                is_new = time.time() - state.st_mtime < GIVE_UP_AFTER_S
+                found.append(Entry(path, state.st_size, is_new))
+    return found
+
+
+def prune(folder: Path) -> list[Entry]:
+    """Delete the entries that this installation cannot use; return those that are gone."""
+    gone = [entry for entry in entries(folder) if not entry.is_current]
+    for entry in gone:
+        entry.path.unlink(missing_ok=True)
+        if entry.path.suffix == ENTRY_SUFFIX:
+            entry.path.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
+    return gone
+
+
+def _is_current(origin: Origin | None) -> bool:
+    if origin is None or origin.nvrtc != compiler.nvrtc_version():
+        return False
+    try:
+        return origin.kernels == _digest_of(origin.headers)
+    except OSError:  # a header that is no more
+        return False
 
 
 class _State:
@@ -226,7 +323,9 @@ class _State:
         self._guard = threading.Lock()
         self._key_locks: dict[str, threading.Lock] = {}
 
-    def get_or_build(self, key: str, build: Callable[[], Cubin], describe: str) -> Cubin:
+    def get_or_build(
+        self, key: str, build: Callable[[], Cubin], describe: str, *, ahead: bool = False
+    ) -> Cubin:
         """Return the entry of `key`, made by `build` if neither memory nor disk has it."""
         cubin = self._memory.get(key)
         if cubin is not None:
@@ -236,16 +335,18 @@ class _State:
         with key_lock:
             cubin = self._memory.get(key)
             if cubin is None:
-                cubin = self._read_or_build(key, build, describe)
+                cubin = self._read_or_build(key, build, describe, ahead)
                 self._memory[key] = dataclasses.replace(cubin, seconds=0.0, log="")
         return cubin
 
-    def _read_or_build(self, key: str, build: Callable[[], Cubin], describe: str) -> Cubin:
+    def _read_or_build(
+        self, key: str, build: Callable[[], Cubin], describe: str, ahead: bool
+    ) -> Cubin:
         store = self.store()
         cubin = store.read(key)
         if cubin is not None:
             return cubin
-        if env.jit_mode() == "cached":
+        if env.jit_mode() == "cached" and not ahead:
             return build()
         with store.lock(key, describe):
             cubin = store.read(key)
@@ -258,21 +359,11 @@ class _State:
         """Return the store of the folder that the environment names now."""
         named = env.cache_dir()
         if self._store is None or self._store[0] != named:
-            self._store = (named, DiskStore(self._usable_folder(named), self._warn))
+            found = place.find()
+            if found.trouble is not None:
+                self._warn(found.trouble)
+            self._store = (named, DiskStore(found.folder, self._warn))
         return self._store[1]
-
-    def _usable_folder(self, named: Path | None) -> Path | None:
-        if named is None:
-            folder = _private_temporary_folder()
-            place = f"kernels go to {folder}" if folder else "kernels stay in memory"
-            self._warn(f"HOME names no usable folder, {place}")
-            return folder
-        folder = named / "kernels"
-        with contextlib.suppress(OSError):
-            if folder.stat().st_mode & stat.S_IWOTH:
-                self._warn(f"{folder} can be written by everyone, so its kernels are not trusted")
-                return None
-        return folder
 
     def _warn(self, reason: str) -> None:
         if self._warned:
@@ -284,18 +375,6 @@ class _State:
             CacheWarning,
             stacklevel=2,
         )
-
-
-def _private_temporary_folder() -> Path | None:
-    """Return this user's own folder below the temporary one, or None if it is not private."""
-    try:
-        folder = Path(tempfile.gettempdir()) / f"chord-{os.geteuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        state = folder.lstat()
-    except OSError:
-        return None
-    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
-    return folder if is_own and not state.st_mode & 0o077 else None
 
 
 _STATE = _State()

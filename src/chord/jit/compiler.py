@@ -51,6 +51,25 @@ class CompileReport:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a cubin was made from, so that the cache can tell what is out of date.
+
+    Attributes:
+        headers: Headers of chord/kernels that the unit includes.
+        kernels: Hash of those, and of what they include.
+        nvrtc: Version of the compiler.
+        label: The configuration and addressing, for people.
+        arch: The architecture.
+    """
+
+    headers: tuple[str, ...]
+    kernels: str
+    nvrtc: str
+    label: str
+    arch: str
+
+
+@dataclass(frozen=True)
 class Cubin:
     """A compiled unit: machine code for one architecture and what ptxas said.
 
@@ -59,12 +78,14 @@ class Cubin:
         report: Registers and spills; None if the compiler printed nothing about them.
         seconds: Time of the compile, 0.0 if it came from a cache.
         log: Messages of the compiler, "" if it came from a cache.
+        origin: What it was made from; None for a unit that is not of the cache.
     """
 
     code: bytes
     report: CompileReport | None
     seconds: float = 0.0
     log: str = ""
+    origin: Origin | None = None
 
 
 @functools.cache

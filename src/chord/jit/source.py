@@ -58,7 +58,12 @@ def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
         addressing: How rows are found, a type of kernels/addressing.
         root: Folder of the headers.
     """
-    return digest_headers(("decode.cuh", "prefill.cuh", addressing_layout(addressing).header), root)
+    return digest_headers(headers_of(addressing), root)
+
+
+def headers_of(addressing: str) -> tuple[str, ...]:
+    """Return the headers that the kernels of an addressing type reach the others from."""
+    return ("decode.cuh", "prefill.cuh", addressing_layout(addressing).header)
 
 
 def digest_headers(names: tuple[str, ...], root: Path) -> str:
