@@ -1,4 +1,4 @@
-"""Field cases 1, 2, 3 and 6 on the card, through chord.indexed.
+"""Field cases 1, 2, 3 and 6 on the card, through chord.indexed; 3 (c) through all operations.
 
 Case 4 is test_indexed.py, 7 and 8 are test_cold_start.py, 9 is test_graphs.py, 10 test_repack.py.
 Case 5 and what cases 2, 3, 4 and 9 ask of the other two operations is in test_masked.py and
@@ -15,6 +15,7 @@ import torch
 from indexed import launch
 
 import cases
+import chord
 import tolerance
 from chord.plan.config import Config, shipped_configs
 from chord.routing import align
@@ -251,6 +252,34 @@ def test_weights_past_two_to_the_32(
         weight = formula_expert(expert, 4096, 7168).float().sub_(8)
         expected = (x[place :: len(FAR_EXPERTS)].float() @ weight.T).bfloat16()
         tolerance.assert_exact(out[place :: len(FAR_EXPERTS)], expected, what=f"expert {expert}")
+
+
+@pytest.mark.field_case(3)
+@pytest.mark.parametrize("copies", [1, 40])
+@each_choice
+def test_weights_past_two_to_the_32_of_grouped_rows(
+    config: Config | None, copies: int, kimi_gate_up: PackedExperts
+) -> None:
+    """Part (c) for sorted rows and for slots, of which each expert has one more than it uses."""
+    n, k = kimi_gate_up.n, kimi_gate_up.k
+    counts = torch.zeros(384, dtype=torch.int32, device=DEVICE)
+    counts[list(FAR_EXPERTS)] = copies
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    x = cases.exact_x(len(FAR_EXPERTS) * copies, k, device=DEVICE)
+    out = cases.poisoned(len(x), n, device=DEVICE)
+    chord.contiguous(x, kimi_gate_up, offsets, out, validate=False, config=config)
+    slots = torch.full((384, copies + 1, k), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    slots[list(FAR_EXPERTS), :copies] = x.view(-1, copies, k)
+    places = cases.poisoned(384, copies + 1, n, device=DEVICE)
+    chord.masked(slots, kimi_gate_up, counts, places, validate=False, config=config)
+    for place, expert in enumerate(FAR_EXPERTS):
+        weight = formula_expert(expert, n, k).float().sub_(8)
+        rows = slice(place * copies, (place + 1) * copies)
+        expected = (x[rows].float() @ weight.T).bfloat16()
+        tolerance.assert_exact(out[rows], expected, what=f"expert {expert}, sorted rows")
+        tolerance.assert_exact(places[expert, :copies], expected, what=f"expert {expert}, slots")
+        places[expert, :copies] = cases.POISON
+    assert cases.is_poison(places)
 
 
 # --- case 6: tensor-parallel slices against group 32 ----------------------------------------------
