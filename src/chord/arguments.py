@@ -59,6 +59,17 @@ def whole_number(name: str, value: Any) -> int:
         raise InputError(f"{name} is {describe(value)}; it must be a whole number") from None
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return an argument that is a switch: True or False, of Python or of another package.
+
+    Raises:
+        InputError: It is neither.
+    """
+    if type(value) is bool or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise InputError(f"{name} is {describe(value)}; it must be True or False")
+
+
 def usable_device(name: str, value: Any) -> torch.device:
     """Return a device that tensors can be put on.
 

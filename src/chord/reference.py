@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from chord.arguments import check_tensor
+from chord.arguments import check_readable, check_tensor, describe, truth
 from chord.errors import InputError
 from chord.routing import Contiguous, Indexed, Masked, local_experts
 from chord.weights.layout import CODE_OFFSET, GROUP_SIZE
@@ -28,6 +28,7 @@ def dequantize(experts: PackedExperts, dtype: torch.dtype = torch.float32) -> to
         dtype, [E, N, K], in the checkpoint's order. Eight times the packed size in fp32.
     """
     check_packed("experts", experts)
+    _check_dtype(dtype)
     weights = torch.empty(
         experts.num_experts, experts.n, experts.k, dtype=dtype, device=experts.device
     )
@@ -76,9 +77,11 @@ def indexed(
     """
     routing = Indexed(sorted_token_ids, expert_ids, num_tokens_post_padded, top_k, block_m)
     _check_x(x, experts, ("M", "K"))
+    _check_table("sorted_token_ids", sorted_token_ids, x)
+    _check_dtype(dtype)
     num_routes = x.shape[0] * top_k
     out = _prepare_out(out, x, (num_routes, experts.n))
-    if validate:
+    if truth("validate", validate):
         routing.validate(x.shape[0], experts.num_experts)
     num_blocks = int(num_tokens_post_padded) // block_m
     blocks = sorted_token_ids[: num_blocks * block_m].view(num_blocks, block_m).long()
@@ -117,8 +120,12 @@ def contiguous(
     """
     routing = Contiguous(expert_offsets, m_indices)
     _check_x(x, experts, ("R", "K"))
+    for name, table in (("expert_offsets", expert_offsets), ("m_indices", m_indices)):
+        if table is not None:
+            _check_table(name, table, x)
+    _check_dtype(dtype)
     out = _prepare_out(out, x, (x.shape[0], experts.n))
-    if validate:
+    if truth("validate", validate):
         routing.validate(x.shape[0], experts.num_experts)
     for e in range(experts.num_experts):
         if expert_offsets is not None:
@@ -159,8 +166,10 @@ def masked(
     """
     routing = Masked(tokens_per_expert, expected)
     _check_x(x, experts, ("E", "max_m", "K"))
+    _check_table("tokens_per_expert", tokens_per_expert, x)
+    _check_dtype(dtype)
     out = _prepare_out(out, x, (*x.shape[:2], experts.n))
-    if validate:
+    if truth("validate", validate):
         routing.validate(x.shape[1], experts.num_experts)
     for e, rows in enumerate(tokens_per_expert.tolist()):
         if rows:
@@ -208,9 +217,13 @@ def fused_moe(
     """
     check_packed("w13", w13)
     _check_x(hidden, w13, ("T", "H"), "hidden")
+    _check_dtype(dtype)
     _check_layer(hidden, w13, w2, topk_weights, topk_ids)
-    if expert_map is not None:
-        check_tensor("expert_map", expert_map)
+    for name, table in (("topk_ids", topk_ids), ("expert_map", expert_map)):
+        if table is not None:
+            check_tensor(name, table)
+            _check_table(name, table, hidden)
+    _check_table("topk_weights", topk_weights, hidden)
     num_ids = w13.num_experts if expert_map is None else expert_map.numel()
     _check_ids(topk_ids, num_ids, expert_map, w13.num_experts)
     out = _prepare_out(out, hidden, tuple(hidden.shape))
@@ -255,6 +268,22 @@ def _check_x(
         raise InputError(
             f"{name} has shape {list(x.shape)}; its first dimension must be the number of experts, "
             f"{experts.num_experts}"
+        )
+
+
+def _check_table(name: str, table: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuse a table that the host cannot read, or of another device."""
+    check_readable(name, table)
+    if table.device != x.device:
+        raise InputError(
+            f"{name} is on {table.device}, the rows are on {x.device}; move one of them"
+        )
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"dtype is {describe(dtype)}; sums are kept in torch.float32 or torch.float64"
         )
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from chord.arguments import check_readable, check_tensor, whole_number
+from chord.arguments import check_readable, check_tensor, truth, whole_number
 from chord.errors import InputError
 
 _INTEGERS = (torch.int32, torch.int64)
+_INT_LIMIT = 1 << 31
 
 
 def _check_vector(
@@ -82,6 +83,10 @@ class Indexed:
         top_k, block_m = (whole_number(name, getattr(self, name)) for name in ("top_k", "block_m"))
         if top_k < 1 or block_m < 1:
             raise InputError(f"top_k={top_k}, block_m={block_m}: both must be at least 1")
+        if top_k >= _INT_LIMIT or block_m >= _INT_LIMIT:
+            raise InputError(
+                f"top_k={top_k}, block_m={block_m}: rows are counted in 32 bits, below 2^31"
+            )
 
     def validate(self, num_tokens: int, num_experts: int) -> None:
         """Check every value that a kernel would read; waits for the device.
@@ -344,20 +349,20 @@ def align(
     if num_experts < 1 or block_m < 1:
         raise InputError(f"num_experts={num_experts}, block_m={block_m}: both must be at least 1")
     if expert_map is not None:
-        _check_vector("expert_map", expert_map, _INTEGERS, topk_ids.device)
-        if expert_map.numel() != num_experts:
-            raise InputError(
-                f"expert_map has {expert_map.numel()} elements; num_experts={num_experts} needs "
-                f"one for each"
-            )
-    if validate or (validate is None and topk_ids.device.type == "cpu"):
+        _check_map(expert_map, num_experts, topk_ids.device)
+    capacity = topk_ids.numel() + num_experts * (block_m - 1)
+    if capacity >= _INT_LIMIT:
+        raise InputError(
+            f"num_experts={num_experts} with block_m={block_m} and topk_ids "
+            f"{list(topk_ids.shape)} make {capacity} slots; they are counted in 32 bits, below 2^31"
+        )
+    if topk_ids.device.type == "cpu" if validate is None else truth("validate", validate):
         check_readable("topk_ids", topk_ids)
         _check_expert_ids("topk_ids", topk_ids, num_experts)
         if expert_map is not None:
             _check_expert_ids("expert_map", expert_map, num_experts)
     device = topk_ids.device
     num_routes = topk_ids.numel()
-    capacity = num_routes + num_experts * (block_m - 1)
     num_blocks = -(-capacity // block_m)
 
     # Group routes by expert; the group num_experts collects what is dropped.
@@ -405,7 +410,19 @@ def local_experts(
 
     Returns:
         int64, the shape of topk_ids.
+
+    Raises:
+        InputError: a wrong dtype, shape or device.
     """
+    check_tensor("topk_ids", topk_ids)
+    num_experts = whole_number("num_experts", num_experts)
+    if topk_ids.dtype not in _INTEGERS or not 1 <= num_experts < _INT_LIMIT:
+        raise InputError(
+            f"topk_ids is {topk_ids.dtype} and num_experts={num_experts}; they must be int32 or "
+            f"int64, and at least 1"
+        )
+    if expert_map is not None:
+        _check_map(expert_map, num_experts, topk_ids.device)
     ids = topk_ids.long()
     is_known = (ids >= 0) & (ids < num_experts)
     # An id of -1 would read the map's last entry: look up expert 0 instead and discard it.
@@ -413,6 +430,15 @@ def local_experts(
     if expert_map is not None:
         ids = expert_map.long()[ids]
     return torch.where(is_known, ids, -1)
+
+
+def _check_map(expert_map: torch.Tensor, num_experts: int, device: torch.device) -> None:
+    _check_vector("expert_map", expert_map, _INTEGERS, device)
+    if expert_map.numel() != num_experts:
+        raise InputError(
+            f"expert_map has {expert_map.numel()} elements; num_experts={num_experts} needs one "
+            f"for each"
+        )
 
 
 def _check_topk_ids(topk_ids: torch.Tensor) -> None:

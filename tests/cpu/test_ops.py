@@ -267,6 +267,78 @@ def test_whole_numbers_of_other_packages_will_do(call: dict[str, Any]) -> None:
         assert torch.equal(chord.indexed(**(call | {"top_k": top_k})), expected)
 
 
+ODD = (
+    *(None, True, 0, -1, 1.5, 2**70, float("nan"), "a", (), [1], {}, object(), len),
+    *(np.zeros(3), np.int32(2), torch.tensor(1), torch.zeros(0), torch.zeros(6, 128)),
+    *(torch.zeros(6, 128, dtype=BF16).to_sparse(), torch.zeros(6, 128, dtype=BF16, device="meta")),
+    *(torch.zeros(5, dtype=torch.int32, device="meta"), torch.tensor([2**40])),
+    *(torch.zeros(5, 5, 5, dtype=torch.int32), torch.full((3, 2), 7), RAGGED),
+)
+
+
+def public_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Legal arguments, all that there are, of each public function."""
+    x, words = torch.zeros(M, K, dtype=BF16), torch.zeros(E, N, K // 8, dtype=torch.int32)
+    scales = torch.ones(E, N, K // 32, dtype=BF16)
+    experts = chord.pack_experts(words, scales)
+    ids = torch.arange(M * TOP_K).view(M, TOP_K) % E
+    where = chord.routing.align(ids, num_experts=E, block_m=BLOCK_M)
+    buffers = {
+        "sorted_token_ids": where.sorted_token_ids,
+        "expert_ids": where.expert_ids,
+        "num_tokens_post_padded": where.num_tokens_post_padded,
+        "top_k": TOP_K,
+        "block_m": BLOCK_M,
+    }
+    rows = {"x": x, "experts": experts, "out": None, "validate": True}
+    offsets = {"expert_offsets": torch.tensor([0, 1, 2, 3, M]), "m_indices": None}
+    slots = rows | {"x": torch.zeros(E, 2, K, dtype=BF16)}
+    slots |= {"tokens_per_expert": torch.tensor([1, 0, 1, 1], dtype=torch.int32), "expected": 1}
+    on_kernels, in_torch = {"config": None}, {"dtype": torch.float32}
+    pack = dict.fromkeys(("group_size", "out", "actorder", "weight_zero_point", "weight_g_idx"))
+    pack |= {"weight": words, "weight_scale": scales, "interleave_gate_up": False, "num_bits": 4}
+    align = {"topk_ids": ids, "num_experts": E, "expert_map": None}
+    return {
+        "indexed": (chord.indexed, rows | buffers | on_kernels),
+        "contiguous": (chord.contiguous, rows | offsets | on_kernels),
+        "masked": (chord.masked, slots | on_kernels),
+        "reference.indexed": (reference.indexed, rows | buffers | in_torch),
+        "reference.contiguous": (reference.contiguous, rows | offsets | in_torch),
+        "reference.masked": (reference.masked, slots | in_torch),
+        "reference.dequantize": (reference.dequantize, {"experts": experts} | in_torch),
+        "pack_experts": (chord.pack_experts, pack),
+        "unpack": (chord.unpack, {"experts": experts}),
+        "align": (chord.routing.align, align | {"block_m": BLOCK_M, "validate": None}),
+        "local_experts": (chord.routing.local_experts, align),
+        "Indexed": (chord.routing.Indexed, buffers),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(public_calls()))
+def test_no_odd_argument_ends_in_a_raw_traceback(name: str) -> None:
+    """Whatever is passed for one argument is taken, or refused by Chord itself."""
+    function, arguments = public_calls()[name]
+    raw = []
+    for argument in arguments:
+        for value in ODD:
+            try:
+                function(**(arguments | {argument: value}))
+            except chord.ChordError as error:
+                assert any(known in str(error) for known in arguments), f"{error}: of what?"
+            except Exception as error:
+                raw.append(f"{argument}={value!r:.60}: {type(error).__name__}: {error}")
+    assert not raw, "\n".join(raw)
+    function(**arguments)
+
+
+def test_gradients_are_refused_and_not_dropped(call: dict[str, Any]) -> None:
+    call["x"].requires_grad_()
+    with pytest.raises(InputError, match=r"x \[6, 128\] requires grad, .*no_grad\(\) or pass"):
+        chord.indexed(**call)
+    with torch.no_grad():
+        assert not chord.indexed(**call).requires_grad
+
+
 def test_a_config_needs_a_gpu(call: dict[str, Any]) -> None:
     """On the CPU the reference computes: a configuration would be named and not run."""
     config = shipped_configs("sm_90a")[0]

@@ -306,7 +306,7 @@ def test_what_is_no_tensor_with_values_is_named(name: str, value: Any, said: str
         ({"group_size": "32"}, "group_size is the str '32'; it must be a whole number"),
         ({"group_size": 32.0}, r"group_size is the float 32\.0"),
         ({"interleave_gate_up": "no"}, "interleave_gate_up is the str 'no'; it must be True or"),
-        ({"num_bits": "4"}, "num_bits='4': only 4"),
+        ({"num_bits": "4"}, "num_bits is the str '4'; it must be a whole number"),
         ({"actorder": ["group"]}, r"actorder=\['group'\]"),
         ({"actorder": torch.ones(2)}, "actorder=tensor"),
         ({"weight_zero_point": [8]}, r"weight_zero_point is the list \[8\]: .*asymmetric"),

@@ -81,7 +81,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> NotingDriver:
     monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "current_stream", lambda index: 5)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
-    room = launch.Scratch(torch.empty(0), torch.empty(0), None, (1000, 2000), 1 << 20, 8)
+    room = launch.Scratch(torch.empty(0), torch.empty(0), None, ((1000, 2000),) * 8, 1 << 20, 8)
     monkeypatch.setattr(launch, "_allocate", lambda *_: room)
     for owner, name in (
         (launch, "_loaded"),
@@ -181,6 +181,10 @@ BIG = torch.zeros(4096, dtype=BF16)
             lambda e: replace(e, data=e.data.as_subclass(OnOtherCard)),
             "experts are on cuda:1, x is on cuda:0",
         ),
+        ("x", lambda t: on_card(t.clone().requires_grad_()), "requires grad"),
+        ("x", lambda t: None, "x is None, not a torch.Tensor"),
+        ("out", lambda t: [0.0], r"out is the list \[0\.0\], not a torch.Tensor"),
+        ("validate", lambda flag: torch.ones(2), "validate is a torch.Tensor .* True or False"),
         ("top_k", lambda n: 0, "top_k=0"),
         ("top_k", lambda n: 3, r"must be bf16 \[18, 64\]"),
         ("block_m", lambda n: 2048, "block_m=2048"),

@@ -62,6 +62,11 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
             f"be K"
         )
     check_contiguous("x", x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"x {list(x.shape)} requires grad, and Chord computes no gradients; call under "
+            f"torch.no_grad() or pass x.detach()"
+        )
     data = experts.data
     if data.device != x.device:
         raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")

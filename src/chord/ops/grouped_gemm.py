@@ -17,7 +17,7 @@ import torch
 
 from chord import device as devices
 from chord import reference, routing
-from chord.arguments import check_tensor, whole_number
+from chord.arguments import check_tensor, truth, whole_number
 from chord.errors import InputError
 from chord.jit import launch as launching
 from chord.jit.launch import KernelKey, kernel_key
@@ -119,7 +119,7 @@ def indexed(
         # fmt: off
         facts = (
             top_k, block_m, config, experts.facts, experts.data.get_device(),
-            x.shape, x.dtype, x.device, x.is_contiguous(),
+            x.shape, x.dtype, x.device, x.is_contiguous(), x.requires_grad,
             ids.shape, ids.dtype, ids.get_device(), ids.is_contiguous(),
             blocks.shape, blocks.dtype, blocks.get_device(), blocks.is_contiguous(),
             used.shape, used.dtype, used.get_device(),  # its one element is always contiguous
@@ -131,7 +131,8 @@ def indexed(
         facts, call = None, None
     if call is None:
         call = _check_call(x, experts, (ids, blocks, used), top_k, block_m, out, config)
-        _remember(facts, call)
+        if facts is not None and not x.requires_grad:  # whether grad is enabled is asked each time
+            _remember(facts, call)
     if out is None:
         out = torch.zeros(call.num_routes, experts.n, dtype=torch.bfloat16, device=x.device)
     x_at, out_at = x.data_ptr(), out.data_ptr()
@@ -145,7 +146,7 @@ def indexed(
         )
     if call.kernel is None:
         return out
-    if validate:
+    if validate is not False and truth("validate", validate):
         where = routing.Indexed(ids, blocks, used, call.counts[1], call.block_m)
         _validate_values(where, x.shape[0], experts.num_experts)
     run(
@@ -211,14 +212,12 @@ def _accept(config: Config, problem: GemmProblem, index: int) -> Config:
     return config
 
 
-def _remember(facts: tuple[Hashable, ...] | None, call: _Call) -> None:
+def _remember(facts: tuple[Hashable, ...], call: _Call) -> None:
     """Keep what was found about a legal call for the next call of the same facts.
 
     Calls on the CPU are not kept: so a remembered x, and all that has the number of its device, is
     on CUDA. Nor is what was given as anything but an int, which may change in place.
     """
-    if facts is None:
-        return
     top_k, block_m = facts[:2]
     if call.on_cuda and type(top_k) is int and (block_m is None or type(block_m) is int):
         if len(_calls) >= _MAX_REMEMBERED:

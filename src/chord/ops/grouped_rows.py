@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from chord import reference, routing
-from chord.arguments import whole_number
+from chord.arguments import truth, whole_number
 from chord.errors import InputError
 from chord.jit.launch import KernelKey
 from chord.ops import checks
@@ -84,7 +84,7 @@ def contiguous(
     kernel = choose(problem, x.get_device(), config)
     if num_rows == 0:
         return out
-    if validate:
+    if truth("validate", validate):
         where = routing.Contiguous(expert_offsets, m_indices)
         where.validate(num_rows, experts.num_experts)
         if m_indices is not None:
@@ -171,7 +171,7 @@ def masked(
     kernel = choose(problem, x.get_device(), config)
     if max_rows == 0:
         return out
-    if validate:
+    if truth("validate", validate):
         routing.Masked(tokens_per_expert, expected).validate(max_rows, num_experts)
     _launch(kernel, x, experts, out, tokens_per_expert, (num_experts, max_rows))
     return out

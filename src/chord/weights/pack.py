@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from chord.arguments import check_readable, check_tensor, describe, whole_number
+from chord.arguments import check_readable, check_tensor, describe, truth, whole_number
 from chord.errors import InputError, UnsupportedError
 from chord.weights.layout import (
     CODE_BYTES,
@@ -104,10 +104,7 @@ def pack_experts(
     _check_scale_shape(weight, weight_scale, n, k, group_size)
     if weight_g_idx is not None:
         _check_plain_order(weight_g_idx, k, group_size)
-    if not isinstance(interleave_gate_up, bool):
-        raise InputError(
-            f"interleave_gate_up is {describe(interleave_gate_up)}; it must be True or False"
-        )
+    interleave_gate_up = truth("interleave_gate_up", interleave_gate_up)
     if interleave_gate_up and n % TILE_N:
         raise UnsupportedError(
             f"interleave_gate_up with N={n}: gate and up need a multiple of 8 features each, N a "
@@ -320,8 +317,8 @@ def _scale_tiles(
 def _refuse_format(
     num_bits: int, actorder: str | bool | None, zero_point: torch.Tensor | None
 ) -> None:
-    if num_bits != 4:
-        raise UnsupportedError(f"num_bits={num_bits!r}: only 4 is supported; {SUPPORTED_FORMAT}")
+    if whole_number("num_bits", num_bits) != 4:
+        raise UnsupportedError(f"num_bits={num_bits}: only 4 is supported; {SUPPORTED_FORMAT}")
     if not isinstance(actorder, str | bool | None) or actorder not in PLAIN_ORDER:
         raise UnsupportedError(
             f"actorder={actorder!r} reorders the columns of a row (act-order groups); "
