@@ -12,9 +12,9 @@ the smallest real fault, one dropped group at K=7168, gives 0.06. `ROW_LIMIT`, 5
 that the project states everywhere, and is above the bound.
 
 The fused layer rounds gate_up, the activation, and perhaps the rows before the top-k sum as well.
-Against a reference that rounds in the same places, errors of the first GEMM pass through SwiGLU,
-which at most about doubles them in relative size for values of that spread, and the second GEMM
-averages them: the stated 5e-3 holds there too.
+Errors of the first GEMM pass through SwiGLU, which at most about doubles them in relative size for
+values of that spread, and the second GEMM averages them: against a computation in FP64 without any
+rounding the project states `LAYER_LIMIT`, 8e-3.
 
 On EXACT inputs (`cases.py`) there is no tolerance: `assert_exact`.
 """
@@ -28,6 +28,7 @@ import torch
 BF16_ROUNDING = 2.0**-9
 FP32_ROUNDING = 2.0**-24
 ROW_LIMIT = 5e-3
+LAYER_LIMIT = 8e-3
 
 
 def gemm_bound(k: int) -> float:

@@ -4,6 +4,7 @@
     y = chord.indexed(x, experts, sorted_token_ids, expert_ids, num_tokens_post_padded, top_k)
     y = chord.contiguous(x, experts, expert_offsets)
     y = chord.masked(x, experts, tokens_per_expert)
+    y = chord.fused_moe(hidden, w13, w2, topk_weights, topk_ids)
 
 `chord.reference` holds the same functions in plain PyTorch. Importing this package touches no GPU;
 names are imported at their first use.
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         InputError,
         UnsupportedError,
     )
+    from chord.ops.align import align
+    from chord.ops.fused_moe import fused_moe, fused_moe_workspace
     from chord.ops.grouped_gemm import indexed
     from chord.ops.grouped_rows import contiguous, masked
     from chord.weights.pack import pack_experts, unpack
@@ -40,7 +43,10 @@ __all__ = [
     "PackedExperts",
     "UnsupportedError",
     "__version__",
+    "align",
     "contiguous",
+    "fused_moe",
+    "fused_moe_workspace",
     "indexed",
     "masked",
     "pack_experts",
@@ -57,7 +63,10 @@ _HOMES = {
     "InputError": "chord.errors",
     "PackedExperts": "chord.weights.packed",
     "UnsupportedError": "chord.errors",
+    "align": "chord.ops.align",
     "contiguous": "chord.ops.grouped_rows",
+    "fused_moe": "chord.ops.fused_moe",
+    "fused_moe_workspace": "chord.ops.fused_moe",
     "indexed": "chord.ops.grouped_gemm",
     "masked": "chord.ops.grouped_rows",
     "pack_experts": "chord.weights.pack",

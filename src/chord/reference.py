@@ -186,6 +186,8 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
+    swiglu: tuple[float, float, float | None] = (1.0, 0.0, None),
+    apply_router_weight_on_input: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Run the routed experts of one MoE layer.
@@ -193,8 +195,11 @@ def fused_moe(
     For token t and slot j with expert e = topk_ids[t, j]:
 
         gate, up = bf16(hidden[t] @ W13[e].T)               two halves of I values
-        middle   = bf16(silu(gate) * up)
+        middle   = bf16(gate * sigmoid(alpha * gate) * (up + beta))
         out[t]   = bf16(sum over j of topk_weights[t, j] * (middle @ W2[e].T))
+
+    With a limit, gate is cut off above it and up beyond plus and minus it. With
+    apply_router_weight_on_input the weight multiplies gate and up, and nothing afterwards.
 
     These are all the roundings: gate_up and the activation are stored in bf16, as an engine that
     runs the two GEMMs apart stores them; the rows of the second GEMM are summed unrounded. A
@@ -205,11 +210,13 @@ def fused_moe(
         hidden: bf16, [T, H].
         w13: PackedExperts, [E, 2 * I, H] inside: gate rows, then up rows (interleaved or not).
         w2: PackedExperts, [E, H, I] inside.
-        topk_weights: fp32, [T, top_k].
+        topk_weights: fp32, bf16 or fp16, [T, top_k].
         topk_ids: int32 or int64, [T, top_k]. -1 contributes nothing.
         expert_map: int32 or int64, [num_global_experts], local index or -1: topk_ids are then
             global, and experts of other ranks contribute nothing. Without it ids are local.
         out: bf16, [T, H], overwritten entirely: tokens without a local expert become zero.
+        swiglu: alpha, beta and limit; None for no limit.
+        apply_router_weight_on_input: where router weights are applied.
         dtype: fp32 or fp64, to accumulate in.
 
     Returns:
@@ -233,14 +240,27 @@ def fused_moe(
         tokens, slots = (experts_of_routes == e).nonzero(as_tuple=True)
         if not len(tokens):
             continue
-        gate, up = _multiply(hidden[tokens], w13, e, dtype).bfloat16().to(dtype).chunk(2, dim=-1)
-        middle = (torch.nn.functional.silu(gate) * up).bfloat16()
-        rows = _multiply(middle, w2, e, dtype) * topk_weights[tokens, slots].to(dtype).unsqueeze(-1)
+        weights = topk_weights[tokens, slots].to(dtype).unsqueeze(-1)
+        gate_up = _multiply(hidden[tokens], w13, e, dtype)
+        if apply_router_weight_on_input:
+            gate_up *= weights
+        middle = _swiglu(gate_up.bfloat16().to(dtype), *swiglu).bfloat16()
+        rows = _multiply(middle, w2, e, dtype)
+        if not apply_router_weight_on_input:
+            rows *= weights
         # One slot at a time: a token may name an expert twice, and += adds to a row only once.
         for slot in range(topk_ids.shape[1]):
             chosen = slots == slot
             total[tokens[chosen]] += rows[chosen]
     return out.copy_(total)
+
+
+def _swiglu(gate_up: torch.Tensor, alpha: float, beta: float, limit: float | None) -> torch.Tensor:
+    """Return the activated half of gate_up, any dtype, [M, 2 I] -> [M, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
 def _multiply(
@@ -323,10 +343,11 @@ def _check_layer(
         )
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise InputError(f"topk_ids is {topk_ids.dtype}; it must be int32 or int64")
-    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype not in floats:
         raise InputError(
             f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; it must be "
-            f"torch.float32 {list(topk_ids.shape)}, the shape of topk_ids"
+            f"float32, bfloat16 or float16 {list(topk_ids.shape)}, the shape of topk_ids"
         )
 
 

@@ -167,7 +167,7 @@ class Launcher:
             scratch = kept[key] = _allocate(self.kernel, capture)
         return scratch.pointers[self._flags_region]
 
-    def launch(self, stream: int, values: tuple[int, ...]) -> None:
+    def launch(self, stream: int, values: tuple[float, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
 
         Args:

@@ -3,9 +3,9 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp (each
-//            lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8 arrivals, one
-//            a multiplying warp.
+// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp
+//            (each lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8
+//            arrivals, one a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt

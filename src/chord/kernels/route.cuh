@@ -1,14 +1,14 @@
 // Sorts routes by expert, in one launch and without a word between blocks.
 //
-// Work       Each block places its own share of the routes, in their order. To know where, it
-//            counts the routes of all experts before, in and after its share: reading all ids again
-//            costs less than a barrier of the grid, and no block has to be resident with another.
-// Warps      A warp counts and places 32 routes at a time; `match` finds the lanes of one expert,
-//            and the highest of them keeps the warp's own counter of it. So no atomics, and every
-//            route has its rank: same input, same order.
-// Result     Position p of the sorted order holds a route (token * top_k + slot). With block_m above
-//            1 each expert begins at a multiple of it, and what only fills blocks holds num_routes:
-//            the buffers of vLLM's moe_align_block_size. Routes of nobody have no position.
+// Work     Each block places its own share of the routes, in their order. To know where, it counts
+//          the routes of all experts before, in and after its share: reading all ids again costs
+//          less than a barrier of the grid, and no block has to be resident with another.
+// Warps    A warp counts and places 32 routes at a time; `match` finds the lanes of one expert, and
+//          the highest of them keeps the warp's own counter of it. So no atomics, and every route
+//          has its rank: same input, same order.
+// Result   Position p of the sorted order holds a route (token * top_k + slot). With block_m above
+//          1 each expert begins at a multiple of it, and what only fills blocks holds num_routes:
+//          the buffers of vLLM's moe_align_block_size. Routes of nobody have no position.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>

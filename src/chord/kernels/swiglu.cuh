@@ -52,8 +52,8 @@ __forceinline__ void load_scales(float (&scales)[2], const Addressing& addressin
 }
 
 // Activates and stores 16 tokens x 16 features: tokens 0-7 in `low` and `high`, the sums of two row
-// tiles, 8-15 in `low8` and `high8`. Lanes 4 i to 4 i + 3 pass the output rows of tokens i and 8 + i,
-// -1 for none. `n`: features of the output.
+// tiles, 8-15 in `low8` and `high8`. Lanes 4 i to 4 i + 3 pass the output rows of tokens i and
+// 8 + i, -1 for none. `n`: features of the output.
 template <class Addressing>
 __forceinline__ void store_activated(SmemAddress buffer, const float (&low)[4],
                                      const float (&high)[4], const float (&low8)[4],

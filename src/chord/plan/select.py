@@ -26,8 +26,13 @@ from chord.plan.problem import GemmProblem
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 
-# Both ways to describe sorted rows run the same kernel, but for its beginning.
-_MEASURED_AS = {"ContiguousIndices": "ContiguousOffsets"}
+# Both ways to describe sorted rows run the same kernel, but for its beginning; so do the GEMMs of
+# the whole layer, whose rows are as uneven as routes are.
+_MEASURED_AS = {
+    "ContiguousIndices": "ContiguousOffsets",
+    "RoutedGateUp": "Indexed",
+    "RoutedDown": "Indexed",
+}
 _MOST_APART = 4
 
 
@@ -63,9 +68,10 @@ class ProfileRow:
         """
         if (self.n, self.k) != (problem.n, problem.k):
             return None
-        if self.addressing != _MEASURED_AS.get(problem.addressing, problem.addressing):
+        addressing = _MEASURED_AS.get(problem.addressing, problem.addressing)
+        if self.addressing != addressing:
             return None
-        if problem.addressing == "Indexed":
+        if addressing == "Indexed":
             known = self.num_experts == problem.num_experts
             rows = problem.planned_rows
         else:

@@ -27,7 +27,7 @@ from chord.weights.layout import (
     reject_shape,
     unit_grid,
 )
-from chord.weights.packed import PackedExperts, check_packed
+from chord.weights.packed import PackedExperts, check_packed, refuse_packed_memory
 
 PER_CHANNEL = -1
 SUPPORTED_GROUPS = (GROUP_SIZE, 64, 128)
@@ -98,6 +98,7 @@ def pack_experts(
     for name, tensor in (("weight", weight), ("weight_scale", weight_scale)):
         check_tensor(name, tensor)
         check_readable(name, tensor)
+        refuse_packed_memory(name, tensor)
     _refuse_format(num_bits, actorder, weight_zero_point)
     num_experts, n, k = _checkpoint_shape(weight)
     group_size = _check_group_size(group_size, k)

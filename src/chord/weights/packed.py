@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,9 @@ from chord.weights.layout import (
     buffer_shape,
     reject_shape,
 )
+
+# The buffers that are alive, by address and size: what is packed is not packed again.
+_ALIVE: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,8 @@ class PackedExperts:
                 f"data of shape {list(data.shape)} has strides {list(data.stride())} at address "
                 f"{data.data_ptr():#x}; the kernels need it contiguous and 16-byte aligned"
             )
+        if data.data_ptr():
+            _ALIVE[data.data_ptr(), data.numel()] = data
 
     @property
     def num_experts(self) -> int:
@@ -126,3 +132,22 @@ def check_packed(name: str, value: object) -> None:
         raise InputError(
             f"{name} is {describe(value)}, not PackedExperts; pack it with chord.pack_experts"
         )
+
+
+def refuse_packed_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a checkpoint tensor, any dtype and any shape, that lies in a packed weight's memory.
+
+    Packing from there would read bytes that are packed already, or overwrite what it still reads.
+    """
+    if tensor.numel() == 0:
+        return
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in strides)
+    begin = tensor.data_ptr()
+    end = begin + span * tensor.element_size()
+    for (address, size), data in list(_ALIVE.items()):
+        if data.device == tensor.device and address < end and begin < address + size:
+            raise InputError(
+                f"{name} {list(tensor.shape)} at {begin:#x} is the memory of a packed weight "
+                f"({list(data.shape)} at {address:#x}); pack from the checkpoint's own tensors"
+            )

@@ -1,0 +1,142 @@
+"""`chord.fused_moe`: the routed experts of one MoE layer as one operation.
+
+How it is computed is `layer`'s, how it appears to `torch.compile` `torch_library`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chord.arguments import describe, whole_number
+from chord.errors import InputError, UnsupportedError
+from chord.ops import layer, torch_library
+from chord.plan.config import Config
+from chord.weights.packed import PackedExperts
+
+
+def fused_moe(
+    hidden: torch.Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    *,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    swiglu_limit: float | None = None,
+    configs: tuple[Config, Config] | None = None,
+) -> torch.Tensor:
+    """Run the routed experts of one MoE layer.
+
+    For token t and slot j with expert e = topk_ids[t, j], gate and up the halves of
+    `hidden[t] @ W13[e].T`:
+
+        middle = bf16(gate * sigmoid(alpha * gate) * (up + beta))
+        out[t] = bf16(sum over j of topk_weights[t, j] * bf16(middle @ W2[e].T))
+
+    Sums are FP32, the order is fixed: same input, same bits. Nothing waits for the device: ids are
+    not validated, and one that is no expert's counts as -1. The call can be captured in a CUDA
+    graph, once a call with as many tokens has loaded its kernels. It works under
+    `torch.compile(fullgraph=True)`, also with a dynamic T. Without a CUDA GPU, with tensors on the
+    CPU, `chord.reference` computes the same.
+
+    Args:
+        hidden: bf16, [T, H], contiguous, 16-byte aligned; any T.
+        w13: PackedExperts, [E, 2 I, H], packed with interleave_gate_up=True.
+        w2: PackedExperts, [E, H, I].
+        topk_weights: fp32, bf16 or fp16, [T, top_k], contiguous.
+        topk_ids: int32 or int64, [T, top_k], contiguous; -1 contributes nothing.
+        expert_map: int32 or int64, [experts of the model], local index or -1: topk_ids are then
+            global, and experts of other ranks contribute nothing. Without it ids are local.
+        activation: "silu", the only one: SwiGLU with the constants below.
+        apply_router_weight_on_input: Multiply gate and up with the router weight instead of the
+            rows of the second GEMM.
+        out: bf16, [T, H], contiguous, overwritten entirely: tokens without a local expert become
+            zero. May be `hidden` itself.
+        workspace: any dtype, contiguous, of at least `chord.fused_moe_workspace` bytes, 16-byte
+            aligned; its content is of no meaning. Without it one is allocated by torch.
+        swiglu_alpha: alpha of the formula.
+        swiglu_beta: beta of the formula.
+        swiglu_limit: Cut gate off above it, and up beyond plus and minus it; None for no limit.
+        configs: Run exactly these configurations of gate_up and down; None lets
+            `chord.plan.select` choose.
+
+    Returns:
+        bf16, [T, H]; `out` if it was given.
+
+    Raises:
+        InputError: An argument breaks a rule; nothing has been launched.
+        UnsupportedError: No kernel does this shape on this card, or another activation.
+        CompileError: A kernel does not compile or load.
+        CaptureError: A kernel is not loaded yet and a CUDA graph is being captured.
+
+    Example:
+        >>> import torch, chord
+        >>> words = torch.randint(-(2**31), 2**31 - 1, (4, 64, 16), dtype=torch.int32)
+        >>> scales = torch.full((4, 64, 4), 0.01, dtype=torch.bfloat16)
+        >>> w13 = chord.pack_experts(words, scales, interleave_gate_up=True)
+        >>> w2 = chord.pack_experts(words.view(4, 256, 4)[:, :128], scales.view(4, 256, 1)[:, :128])
+        >>> weights, ids = torch.rand(3, 4).topk(2)
+        >>> chord.fused_moe(torch.ones(3, 128, dtype=torch.bfloat16), w13, w2, weights, ids).shape
+        torch.Size([3, 128])
+    """
+    if activation != "silu":
+        raise UnsupportedError(
+            f"activation={activation!r} is not supported; 'silu' is, with swiglu_alpha, "
+            f"swiglu_beta and swiglu_limit for the constants of models"
+        )
+    if swiglu_limit is not None and not swiglu_limit > 0:
+        raise InputError(f"swiglu_limit={swiglu_limit!r} must be positive, or None for no limit")
+    if torch.compiler.is_compiling():
+        if configs is not None:
+            raise InputError("configs cannot be chosen under torch.compile; leave it out")
+        return torch_library.fused_moe(
+            hidden,
+            w13,
+            w2,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input,
+            out,
+            workspace,
+            (swiglu_alpha, swiglu_beta, swiglu_limit),
+        )
+    operands = layer.Layer(
+        w13,
+        w2,
+        layer.Swiglu(swiglu_alpha, swiglu_beta, swiglu_limit),
+        bool(apply_router_weight_on_input),
+        configs,
+    )
+    return layer.run(operands, hidden, topk_weights, topk_ids, expert_map, out, workspace)
+
+
+def fused_moe_workspace(num_tokens: int, w13: PackedExperts, w2: PackedExperts, top_k: int) -> int:
+    """Return the bytes of workspace that `fused_moe` needs for up to `num_tokens` tokens.
+
+    It never falls as tokens grow, so an engine allocates once for its largest batch; beyond
+    131,072 routes it stays the same.
+
+    Args:
+        num_tokens: Tokens T.
+        w13: PackedExperts, uint8, [E, 2 I, H] inside.
+        w2: PackedExperts, uint8, [E, H, I] inside.
+        top_k: Experts a token visits.
+
+    Raises:
+        InputError: A number is out of range, or the weights are not of one layer.
+    """
+    tokens, slots = whole_number("num_tokens", num_tokens), whole_number("top_k", top_k)
+    if tokens < 0 or slots < 1:
+        raise InputError(
+            f"num_tokens is {describe(num_tokens)}, top_k {describe(top_k)}; there are at least 0 "
+            f"tokens and 1 expert a token"
+        )
+    layer.check_weights(w13, w2)
+    return layer.space_for(tokens, slots, w13.num_experts, w13.k, w2.k).num_bytes

@@ -1,0 +1,459 @@
+"""The whole routed layer below its public name: check once, plan, launch four kernels on a stream.
+
+    route     ids [T, top_k] -> the routes sorted by expert
+    gate_up   gathers tokens, multiplies, applies SwiGLU: [R, I] in the order of the sort
+    down      multiplies: [R, H] in the same order
+    combine   gathers each token's rows, weights and sums them: [T, H]
+
+Each kernel begins while the one before drains (kernels/stage.cuh). More than MAX_ROUTES routes are
+run in parts, which bounds the workspace and costs nothing: weights are read again, but by then the
+arithmetic takes longer. What follows from shapes is checked once and remembered, as in `indexed`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from chord import device as devices
+from chord import reference
+from chord.arguments import check_tensor
+from chord.errors import InputError, UnsupportedError
+from chord.jit import launch as launching
+from chord.jit.fixed import COMBINE, COMBINE_THREADS, ROUTE, WEIGHT_TYPES, fixed_launcher
+from chord.jit.launch import KernelKey
+from chord.ops import checks
+from chord.ops.grouped_gemm import choose
+from chord.plan.config import Config
+from chord.plan.problem import GemmProblem
+from chord.weights.packed import PackedExperts, check_packed
+
+MAX_ROUTES = 131072
+_SHARE = 2048  # routes that a block of the route kernel places, while there are multiprocessors
+_ALIGNMENT = 256
+_LOG2_E = math.log2(math.e)
+_MAX_REMEMBERED = 4096
+_WEIGHT_TYPES = {getattr(torch, name): number for number, name in enumerate(WEIGHT_TYPES)}
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """Constants of the activation, `gate' * sigmoid(alpha * gate') * (up' + beta)`.
+
+    Attributes:
+        alpha: Factor inside the sigmoid.
+        beta: Added to up.
+        limit: gate' is gate up to the limit, up' is up within plus and minus it; None for none.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+
+PLAIN_SWIGLU = Swiglu()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The operands of a call that stay the same from token to token.
+
+    Attributes:
+        w13: Interleaved gate and up weights, [E, 2 I, H].
+        w2: Down weights, [E, H, I].
+        swiglu: Constants of the activation.
+        weight_on_input: Whether router weights multiply gate and up instead of the rows.
+        configs: Configurations of gate_up and down; None lets `chord.plan.select` choose.
+    """
+
+    w13: PackedExperts
+    w2: PackedExperts
+    swiglu: Swiglu = PLAIN_SWIGLU
+    weight_on_input: bool = False
+    configs: tuple[Config, Config] | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where the buffers lie in the workspace: bytes from its start, and in all."""
+
+    offsets: int
+    routes: int
+    positions: int
+    middle: int
+    rows: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is known of a legal call from all but addresses and contents."""
+
+    num_tokens: int
+    tokens_at_once: int
+    top_k: int
+    num_ids: int
+    wide_ids: int
+    wide_map: int
+    weight_type: int
+    num_bytes: int  # of hidden and of the output
+    on_cuda: bool
+    kernels: tuple[KernelKey, KernelKey] | None
+    space: Space
+    num_sms: int
+
+
+_calls: dict[Hashable, _Call] = {}
+
+
+def space_for(num_tokens: int, top_k: int, num_experts: int, hidden: int, middle: int) -> Space:
+    """Lay out the workspace of a call with so many tokens.
+
+    Args:
+        num_tokens: Tokens T.
+        top_k: Experts a token visits.
+        num_experts: Local experts E.
+        hidden: Hidden size H.
+        middle: Intermediate size I.
+    """
+    num_routes = min(num_tokens, _tokens_at_once(top_k)) * top_k
+    sizes = (
+        4 * (num_experts + 1),
+        4 * num_routes,
+        4 * num_routes,
+        2 * num_routes * middle,
+        2 * num_routes * hidden,
+    )
+    ends = itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    return Space(0, *ends)
+
+
+def route_grid(num_routes: int, num_sms: int) -> tuple[int, int]:
+    """Return blocks of the route kernel's grid, and the routes that each of them places."""
+    blocks = max(1, min(-(-num_routes // _SHARE), num_sms))
+    return blocks, -(-num_routes // blocks)
+
+
+def _tokens_at_once(top_k: int) -> int:
+    return max(1, MAX_ROUTES // top_k)
+
+
+def run(
+    layer: Layer,
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute the layer; arguments and errors are those of `chord.fused_moe`.
+
+    Args:
+        layer: Weights and constants.
+        hidden: bf16, [T, H].
+        topk_weights: fp32, bf16 or fp16, [T, top_k].
+        topk_ids: int32 or int64, [T, top_k].
+        expert_map: int32 or int64, [num_ids], or None.
+        out: bf16, [T, H], or None.
+        workspace: any dtype, any shape, or None.
+
+    Returns:
+        bf16, [T, H]; `out` if it was given.
+    """
+    facts: tuple[Hashable, ...] | None
+    try:
+        # fmt: off
+        facts = (
+            layer.w13.facts, layer.w2.facts, layer.w13.data.get_device(),
+            layer.w2.data.get_device(), layer.weight_on_input, layer.configs,
+            hidden.shape, hidden.dtype, hidden.device, hidden.is_contiguous(),
+            topk_weights.shape, topk_weights.dtype, topk_weights.get_device(),
+            topk_weights.is_contiguous(),
+            topk_ids.shape, topk_ids.dtype, topk_ids.get_device(), topk_ids.is_contiguous(),
+            None if expert_map is None else (
+                expert_map.shape, expert_map.dtype, expert_map.get_device(),
+                expert_map.is_contiguous()),
+            None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
+            None if workspace is None else (
+                workspace.nbytes, workspace.get_device(), workspace.is_contiguous()),
+        )
+        # fmt: on
+        call = _calls.get(facts)
+    except Exception:  # not a tensor or the like: `_check_call` says so
+        facts, call = None, None
+    if call is None:
+        call = _check_call(layer, hidden, topk_weights, topk_ids, expert_map, out, workspace)
+        if facts is not None and call.on_cuda:
+            if len(_calls) >= _MAX_REMEMBERED:
+                _calls.clear()
+            _calls[facts] = call
+    if not call.on_cuda:
+        checks.say_reference_once()
+        return reference.fused_moe(
+            hidden,
+            layer.w13,
+            layer.w2,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            out,
+            swiglu=(layer.swiglu.alpha, layer.swiglu.beta, layer.swiglu.limit),
+            apply_router_weight_on_input=layer.weight_on_input,
+        )
+    if out is None:
+        out = torch.empty_like(hidden)
+    hidden_at, out_at = hidden.data_ptr(), out.data_ptr()
+    apart = abs(out_at - hidden_at)
+    if (hidden_at | out_at) & 15 or 0 < apart < call.num_bytes:
+        _refuse_addresses(hidden, out)
+    if call.kernels is None:
+        return out
+    if workspace is None:
+        workspace = torch.empty(call.space.num_bytes, dtype=torch.uint8, device=hidden.device)
+    pointers = (
+        hidden_at,
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        0 if expert_map is None else expert_map.data_ptr(),
+        out_at,
+        workspace.data_ptr(),
+    )
+    if pointers[-1] & 15:
+        raise InputError(
+            f"workspace begins at address {pointers[-1]:#x}; it must be 16-byte aligned (rows are "
+            f"copied 16 bytes at a time): pass another part of it"
+        )
+    _launch(layer, call, call.kernels, pointers)
+    return out
+
+
+def _launch(
+    layer: Layer,
+    call: _Call,
+    kernels: tuple[KernelKey, KernelKey],
+    pointers: tuple[int, int, int, int, int, int],
+) -> None:
+    """Launch the kernels on torch's current stream of their device, part by part."""
+    index = kernels[0].index
+    if index != launching.current_device():
+        with torch.cuda.device(index):
+            _launch(layer, call, kernels, pointers)
+        return
+    # All kernels are there before the first is launched: half a layer would be left otherwise.
+    route, combine = fixed_launcher(ROUTE, index), fixed_launcher(COMBINE, index)
+    gate_up, down = (launching.launcher(kernel) for kernel in kernels)
+    stream = launching.current_stream(index)
+    gate_up_scratch, down_scratch = gate_up.scratch_pointers(stream), down.scratch_pointers(stream)
+    hidden, weights, ids, expert_map, out, base = pointers
+    w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
+    num_experts = w13.num_experts
+    offsets, routes, positions = base + space.offsets, base + space.routes, base + space.positions
+    middle, rows = base + space.middle, base + space.rows
+    limit = layer.swiglu.limit
+    swiglu = (
+        -layer.swiglu.alpha * _LOG2_E,
+        layer.swiglu.beta,
+        math.inf if limit is None else limit,
+    )
+    id_bytes, weight_bytes = (8 if call.wide_ids else 4), (4 if call.weight_type == 0 else 2)
+    for start in range(0, call.num_tokens, call.tokens_at_once):
+        tokens = min(call.tokens_at_once, call.num_tokens - start)
+        first, count = start * top_k, tokens * top_k
+        blocks, share = route_grid(count, call.num_sms)
+        # fmt: off
+        route.launch(stream, blocks, (
+            ids + first * id_bytes, expert_map, offsets, routes, positions, 0, 0,
+            call.wide_ids, call.wide_map, count, call.num_ids, num_experts, 1, count, 0, share, 0,
+        ))
+        part_weights = weights + first * weight_bytes
+        on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
+        gate_up.launch(stream, (
+            hidden + 2 * start * w13.k, w13.data.data_ptr(), middle, *gate_up_scratch,
+            num_experts, w13.n, w13.k, 0,
+            offsets, routes, on_input, call.weight_type, *swiglu, num_experts, top_k,
+        ))
+        down.launch(stream, (
+            middle, w2.data.data_ptr(), rows, *down_scratch, num_experts, w2.n, w2.k, 0,
+            offsets, num_experts, 0,
+        ))
+        combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (
+            rows, positions, on_rows, call.weight_type, out + 2 * start * w2.n, top_k, w2.n,
+        ))
+        # fmt: on
+
+
+def _check_call(
+    layer: Layer,
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> _Call:
+    """Check all of a call but addresses and contents, and choose its kernels."""
+    w13, w2 = layer.w13, layer.w2
+    check_weights(w13, w2)
+    check_tensor("hidden", hidden)
+    if hidden.dtype is not torch.bfloat16 or hidden.dim() != 2 or hidden.shape[1] != w13.k:
+        raise InputError(
+            f"hidden is {hidden.dtype} {list(hidden.shape)}; it must be bf16 [T, H] with "
+            f"H={w13.k}, the reduction length of w13"
+        )
+    checks.check_contiguous("hidden", hidden)
+    if hidden.device.type not in ("cuda", "cpu"):
+        raise InputError(
+            f"hidden is on {hidden.device}; Chord runs on CUDA, and on the CPU by its reference"
+        )
+    for name, experts in (("w13", w13), ("w2", w2)):
+        if experts.device != hidden.device:
+            raise InputError(
+                f"{name} is on {experts.device}, hidden is on {hidden.device}; move one of them"
+            )
+    _check_routing(hidden, topk_weights, topk_ids, expert_map)
+    num_tokens, top_k = topk_ids.shape
+    if out is not None:
+        checks.check_out(out, hidden, tuple(hidden.shape), "the shape of hidden")
+    space = space_for(num_tokens, top_k, w13.num_experts, w13.k, w2.k)
+    if workspace is not None:
+        _check_workspace(workspace, hidden, space)
+    if layer.configs is not None and not hidden.is_cuda:
+        raise InputError(
+            f"configs names kernels, and hidden is on {hidden.device}, where chord.reference "
+            f"computes without one; leave configs out, or move all operands to a GPU"
+        )
+    num_ids = w13.num_experts if expert_map is None else expert_map.numel()
+    parts = max(1, -(-num_tokens // _tokens_at_once(top_k)))
+    tokens_at_once = -(-num_tokens // parts)
+    kernels, num_sms = None, 0
+    if hidden.is_cuda:
+        index = hidden.get_device()
+        num_sms = devices.facts_of(index).num_sms
+        chosen = _choose_kernels(layer, tokens_at_once * top_k, num_ids, index)
+        kernels = chosen if num_tokens else None
+    return _Call(
+        num_tokens=num_tokens,
+        tokens_at_once=tokens_at_once,
+        top_k=top_k,
+        num_ids=num_ids,
+        wide_ids=int(topk_ids.dtype is torch.int64),
+        wide_map=int(expert_map is not None and expert_map.dtype is torch.int64),
+        weight_type=_WEIGHT_TYPES[topk_weights.dtype],
+        num_bytes=2 * hidden.numel(),
+        on_cuda=hidden.is_cuda,
+        kernels=kernels,
+        space=space,
+        num_sms=num_sms,
+    )
+
+
+def _choose_kernels(
+    layer: Layer, num_routes: int, num_ids: int, index: int
+) -> tuple[KernelKey, KernelKey]:
+    """Choose both GEMMs for the rows that come here if all experts are visited alike."""
+    num_experts = layer.w13.num_experts
+    expected = -(-num_routes * num_experts // max(num_ids, num_experts))
+    gate_up_config, down_config = layer.configs or (None, None)
+
+    def choice(experts: PackedExperts, addressing: str, config: Config | None) -> KernelKey:
+        problem = GemmProblem(
+            num_experts, experts.n, experts.k, num_routes, addressing, expected_rows=expected
+        )
+        return choose(problem, index, config)
+
+    return (
+        choice(layer.w13, "RoutedGateUp", gate_up_config),
+        choice(layer.w2, "RoutedDown", down_config),
+    )
+
+
+def check_weights(w13: PackedExperts, w2: PackedExperts) -> None:
+    """Refuse weights that are not the two of one layer."""
+    check_packed("w13", w13)
+    check_packed("w2", w2)
+    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
+        raise InputError(
+            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
+            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
+        )
+    if not w13.gate_up_interleaved:
+        raise UnsupportedError(
+            "w13 was packed without interleave_gate_up; SwiGLU is applied where gate and up of a "
+            "feature meet in one thread: pack it with "
+            "chord.pack_experts(..., interleave_gate_up=True)"
+        )
+    if w2.gate_up_interleaved:
+        raise UnsupportedError(
+            "w2 was packed with interleave_gate_up=True, which is for w13 only; pack it without"
+        )
+
+
+def _check_routing(
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    integers = (torch.int32, torch.int64)
+    check_tensor("topk_ids", topk_ids)
+    if topk_ids.dtype not in integers or topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
+        raise InputError(
+            f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; it must be int32 or int64 "
+            f"[T, top_k]"
+        )
+    if topk_ids.shape[0] != hidden.shape[0]:
+        raise InputError(
+            f"topk_ids is {list(topk_ids.shape)}, hidden {list(hidden.shape)}; they must agree in "
+            f"T, their first dimension"
+        )
+    check_tensor("topk_weights", topk_weights)
+    if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.shape != topk_ids.shape:
+        raise InputError(
+            f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; it must be float32, "
+            f"bfloat16 or float16 {list(topk_ids.shape)}, the shape of topk_ids"
+        )
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        checks.check_contiguous(name, tensor)
+        if tensor.device != hidden.device:
+            raise InputError(
+                f"{name} is on {tensor.device}, hidden is on {hidden.device}; move one of them"
+            )
+    if topk_ids.numel() >= 1 << 31:
+        raise InputError(
+            f"topk_ids {list(topk_ids.shape)} makes {topk_ids.numel()} routes; routes are counted "
+            f"in 32 bits, below 2^31"
+        )
+    if expert_map is not None:
+        checks.check_table("expert_map", expert_map, hidden, integers)
+
+
+def _check_workspace(workspace: torch.Tensor, hidden: torch.Tensor, space: Space) -> None:
+    check_tensor("workspace", workspace)
+    checks.check_contiguous("workspace", workspace)
+    if workspace.device != hidden.device:
+        raise InputError(
+            f"workspace is on {workspace.device}, hidden is on {hidden.device}; move one of them"
+        )
+    if workspace.nbytes < space.num_bytes:
+        raise InputError(
+            f"workspace has {workspace.nbytes} bytes, {hidden.shape[0]} tokens need "
+            f"{space.num_bytes}; chord.fused_moe_workspace tells the size"
+        )
+
+
+def _refuse_addresses(hidden: torch.Tensor, out: torch.Tensor) -> None:
+    for name, tensor in (("hidden", hidden), ("out", out)):
+        if tensor.data_ptr() % 16:
+            raise InputError(
+                f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
+                f"(rows are copied 16 bytes at a time): pass a copy"
+            )
+    raise InputError(
+        f"out {list(out.shape)} overlaps a part of hidden {list(hidden.shape)} in memory; pass "
+        f"hidden itself, or an out apart from it"
+    )

@@ -1,0 +1,293 @@
+"""chord.fused_moe without a GPU: what it computes, what it refuses, torch.compile, workspace."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import chord
+import tolerance
+from chord.errors import InputError, UnsupportedError
+from chord.ops import layer
+from chord.weights import PackedExperts
+
+E, HIDDEN, MIDDLE, TOP_K = 6, 128, 64, 3
+
+
+@functools.cache
+def weights() -> tuple[cases.Weights, cases.Weights]:
+    return (
+        cases.random_weights(E, 2 * MIDDLE, HIDDEN, kind="real"),
+        cases.random_weights(E, HIDDEN, MIDDLE, kind="real", seed=1),
+    )
+
+
+@functools.cache
+def packed() -> tuple[PackedExperts, PackedExperts]:
+    w13, w2 = weights()
+    return w13.pack(interleave_gate_up=True), w2.pack()
+
+
+def operands(tokens: int = 9, routing: str = "holes") -> dict[str, Any]:
+    w13, w2 = packed()
+    return {
+        "hidden": cases.real_x(tokens, HIDDEN),
+        "w13": w13,
+        "w2": w2,
+        "topk_weights": cases.topk_weights(tokens, TOP_K, kind="real"),
+        "topk_ids": cases.topk_ids(tokens, TOP_K, E, routing),
+    }
+
+
+def expected(
+    given: dict[str, Any],
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float = float("inf"),
+    on_input: bool = False,
+) -> torch.Tensor:
+    """The layer in FP64 from the checkpoint's codes, with no rounding between."""
+    w13, w2 = (w.dequantize(torch.float64) for w in weights())
+    hidden, ids = given["hidden"].double(), given["topk_ids"]
+    out = torch.zeros_like(hidden)
+    for t in range(len(hidden)):
+        for j in range(TOP_K):
+            e, weight = int(ids[t, j]), given["topk_weights"][t, j].double()
+            if e < 0:
+                continue
+            sums = w13[e] @ hidden[t] * (weight if on_input else 1.0)
+            gate, up = sums.chunk(2)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            middle = gate * torch.sigmoid(alpha * gate) * (up + beta)
+            out[t] += w2[e] @ middle * (1.0 if on_input else weight)
+    return out
+
+
+def test_what_it_computes() -> None:
+    given = operands()
+    given["topk_ids"][4] = -1
+    out = chord.fused_moe(**given)
+    tolerance.assert_rows_close(out, expected(given), tolerance.LAYER_LIMIT)
+    assert not out[4].any()
+    assert torch.equal(out, chord.reference.fused_moe(**given))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_router_weights_are_converted(dtype: torch.dtype) -> None:
+    given = operands()
+    given["topk_weights"] = given["topk_weights"].to(dtype)
+    tolerance.assert_rows_close(chord.fused_moe(**given), expected(given), tolerance.LAYER_LIMIT)
+
+
+@pytest.mark.parametrize("on_input", (False, True))
+def test_constants_of_the_activation(on_input: bool) -> None:
+    given = operands(routing="uniform")
+    out = chord.fused_moe(
+        **given,
+        swiglu_alpha=1.702,
+        swiglu_beta=1.0,
+        swiglu_limit=0.5,
+        apply_router_weight_on_input=on_input,
+    )
+    want = expected(given, 1.702, 1.0, 0.5, on_input)
+    tolerance.assert_rows_close(out, want, tolerance.LAYER_LIMIT)
+    for name, other in (("alpha", 1.0), ("beta", 0.0), ("limit", 2.0)):
+        wrong = expected(given, **{"alpha": 1.702, "beta": 1.0, "limit": 0.5, name: other})
+        assert (want - wrong).norm() > 0.1 * want.norm(), f"the inputs do not tell {name}"
+
+
+@pytest.mark.field_case(1)
+def test_an_expert_map_makes_ids_global() -> None:
+    given = operands()
+    mine = torch.tensor([4, 1, 7, 0, 9, 3])  # global ids of the local experts
+    expert_map = torch.full((10,), -1)
+    expert_map[mine] = torch.arange(E)
+    known = given["topk_ids"]
+    remote = dict(given, topk_ids=torch.where(known >= 0, mine[known.clamp(min=0).long()], 2))
+    for dtype in (torch.int32, torch.int64):
+        out = chord.fused_moe(**remote, expert_map=expert_map.to(dtype))
+        assert torch.equal(out, chord.fused_moe(**given))
+
+
+def test_into_out_and_into_hidden_itself() -> None:
+    given = operands()
+    want = chord.fused_moe(**given)
+    out = cases.poisoned(9, HIDDEN)
+    size = chord.fused_moe_workspace(9, given["w13"], given["w2"], TOP_K)
+    space = torch.empty(size, dtype=torch.uint8)
+    assert chord.fused_moe(**given, out=out, workspace=space) is out
+    assert torch.equal(out, want)
+    hidden = given["hidden"].clone()
+    chord.fused_moe(**dict(given, hidden=hidden), out=hidden)
+    assert torch.equal(hidden, want)
+
+
+@pytest.mark.field_case(2)
+def test_no_tokens() -> None:
+    given = operands()
+    for name in ("hidden", "topk_weights", "topk_ids"):
+        given[name] = given[name][:0]
+    assert chord.fused_moe(**given).shape == (0, HIDDEN)
+
+
+REFUSED = (
+    ({"hidden": cases.real_x(9, 64)}, r"hidden is torch.bfloat16 \[9, 64\]; .* H=128"),
+    ({"hidden": torch.zeros(9, HIDDEN)}, r"hidden is torch.float32"),
+    ({"hidden": cases.real_x(HIDDEN, 9).T}, r"hidden \[9, 128\] has strides \[1, 9\]"),
+    ({"hidden": None}, "hidden is None"),
+    ({"topk_ids": torch.zeros(8, TOP_K, dtype=torch.int32)}, r"agree in T"),
+    ({"topk_ids": torch.zeros(9, TOP_K)}, r"topk_ids is torch.float32"),
+    ({"topk_ids": torch.zeros(9, dtype=torch.int32)}, r"topk_ids is torch.int32 \[9\]"),
+    ({"topk_weights": torch.zeros(9, 2)}, r"topk_weights is torch.float32 \[9, 2\]"),
+    ({"topk_weights": torch.zeros(9, TOP_K, dtype=torch.float64)}, "topk_weights is torch.float64"),
+    ({"topk_weights": torch.zeros(TOP_K, 9).T}, "topk_weights .* must be contiguous"),
+    ({"expert_map": torch.zeros(6)}, "expert_map is torch.float32"),
+    ({"out": torch.zeros(9, HIDDEN)}, r"out is torch.float32 \[9, 128\]; .*the shape of hidden"),
+    ({"out": torch.zeros(8, HIDDEN, dtype=torch.bfloat16)}, r"out is torch.bfloat16 \[8, 128\]"),
+    ({"workspace": torch.zeros(8)}, r"workspace has 32 bytes, 9 tokens need \d+"),
+    ({"activation": "gelu"}, "activation='gelu' is not supported"),
+    ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),
+    ({"w13": torch.zeros(3)}, r"w13 is a torch.Tensor of torch.float32 \[3\], not PackedExperts"),
+    ({"w2": None}, "w2 is None, not PackedExperts"),
+)
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_refusals(change: dict[str, Any], words: str) -> None:
+    with pytest.raises((InputError, UnsupportedError), match=words):
+        chord.fused_moe(**operands() | change)
+
+
+def test_weights_that_are_not_of_one_layer_are_refused() -> None:
+    given = operands()
+    w13, w2 = weights()
+    with pytest.raises(UnsupportedError, match=r"pack it with .*interleave_gate_up=True"):
+        chord.fused_moe(**given | {"w13": w13.pack()})
+    with pytest.raises(UnsupportedError, match="w2 was packed with interleave_gate_up=True"):
+        chord.fused_moe(**given | {"w2": w2.pack(interleave_gate_up=True)})
+    with pytest.raises(InputError, match=r"w2 is \[E=5, H=128, I=64\]; they must agree"):
+        chord.fused_moe(**given | {"w2": given["w2"].expert_range(0, 5)})
+
+
+# --- workspace ------------------------------------------------------------------------------------
+
+
+def test_the_workspace_never_falls_and_is_bounded() -> None:
+    w13, w2 = packed()
+    tokens = (0, 1, 2, 7, 64, 1000, 43690, 43691, 300_000)
+    sizes = [chord.fused_moe_workspace(t, w13, w2, TOP_K) for t in tokens]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == sizes[-2] <= layer.MAX_ROUTES * 2 * (HIDDEN + MIDDLE + 4) + 4096
+    with pytest.raises(InputError, match="num_tokens"):
+        chord.fused_moe_workspace(-1, w13, w2, TOP_K)
+
+
+@pytest.mark.parametrize("tokens", (1, 33, 4096, 300_000))
+def test_buffers_of_the_workspace_lie_apart(tokens: int) -> None:
+    space = layer.space_for(tokens, 8, 384, 7168, 256)
+    routes = min(8 * tokens, layer.MAX_ROUTES)
+    ends = (
+        space.offsets + 4 * 385,
+        space.routes + 4 * routes,
+        space.positions + 4 * routes,
+        space.middle + 2 * 256 * routes,
+        space.rows + 2 * 7168 * routes,
+    )
+    starts = (space.routes, space.positions, space.middle, space.rows, space.num_bytes)
+    assert all(end <= start for end, start in zip(ends, starts, strict=True))
+    assert all(start % 256 == 0 for start in starts)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+def test_compiles_whole_and_with_a_dynamic_number_of_tokens() -> None:
+    w13, w2 = packed()
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=True)
+    def model(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+        scores, ids = (hidden @ router).float().softmax(-1).topk(TOP_K)
+        return hidden + chord.fused_moe(hidden, w13, w2, scores, ids)
+
+    router = cases.real_x(HIDDEN, E, seed=3)
+    for tokens in (5, 9, 33):
+        hidden = cases.real_x(tokens, HIDDEN)
+        scores, ids = (hidden @ router).float().softmax(-1).topk(TOP_K)
+        want = hidden + chord.fused_moe(hidden, w13, w2, scores, ids)
+        torch.testing.assert_close(model(hidden, router), want, rtol=0, atol=0)
+
+
+def test_compiles_with_out_and_workspace() -> None:
+    given = operands()
+    w13, w2 = given["w13"], given["w2"]
+    space = torch.empty(chord.fused_moe_workspace(9, w13, w2, TOP_K), dtype=torch.uint8)
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def model(
+        hidden: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        chord.fused_moe(hidden, w13, w2, scores, ids, out=out, workspace=space, swiglu_limit=0.5)
+        return out * 2
+
+    out = cases.poisoned(9, HIDDEN)
+    arguments = (given["hidden"], given["topk_weights"], given["topk_ids"])
+    twice = model(*arguments, out)
+    want = chord.fused_moe(**given, swiglu_limit=0.5)
+    assert torch.equal(out, want) and torch.equal(twice, want * 2)
+
+
+def test_operators_keep_the_rules_of_torch_library() -> None:
+    given = operands()
+    arguments = (
+        given["hidden"],
+        given["w13"].data,
+        given["w2"].data,
+        MIDDLE,
+        given["topk_weights"],
+        given["topk_ids"],
+        None,
+        False,
+        1.0,
+        0.0,
+        None,
+    )
+    chord.fused_moe(**given)  # the operators are defined at the first use of the function
+    torch.library.opcheck(torch.ops.chord.fused_moe.default, arguments)
+    out = torch.zeros_like(given["hidden"])
+    torch.library.opcheck(torch.ops.chord.fused_moe_out.default, (*arguments, out, None))
+
+
+# --- reload ---------------------------------------------------------------------------------------
+
+
+def test_packing_again_keeps_addresses_and_updates_parts() -> None:
+    w13, w2 = (w.pack(interleave_gate_up=i == 0) for i, w in enumerate(weights()))
+    given = operands() | {"w13": w13, "w2": w2}
+    before = chord.fused_moe(**given)
+    new = cases.random_weights(E, 2 * MIDDLE, HIDDEN, kind="real", seed=7)
+    address = w13.data.data_ptr()
+    part = w13.expert_range(2, 4)
+    chord.pack_experts(new.words[2:4], new.scales[2:4], interleave_gate_up=True, out=part)
+    assert w13.data.data_ptr() == address
+    changed = (chord.fused_moe(**given) != before).any(dim=1)
+    visits = ((given["topk_ids"] == 2) | (given["topk_ids"] == 3)).any(dim=1)
+    assert torch.equal(changed, visits)
+    old = weights()[0]
+    chord.pack_experts(old.words, old.scales, interleave_gate_up=True, out=w13)
+    assert torch.equal(chord.fused_moe(**given), before)
+
+
+def test_packed_bytes_are_not_packed_again() -> None:
+    """The same tensor twice: as codes, as words, or in place of itself."""
+    w13, _ = packed()
+    scales = weights()[0].scales
+    with pytest.raises(InputError):
+        chord.pack_experts(w13.data, scales, interleave_gate_up=True)
+    with pytest.raises(InputError, match="is the memory of a packed weight"):
+        flat = w13.data.view(torch.int32).flatten()[: E * 2 * MIDDLE * HIDDEN // 8]
+        words = flat.view(E, 2 * MIDDLE, HIDDEN // 8)
+        chord.pack_experts(words, scales, interleave_gate_up=True, out=w13)
