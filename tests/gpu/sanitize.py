@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-With `indexed` or `grouped` behind it, only launches of that kind.
+With `indexed`, `grouped` or `layer` behind it, only launches of that kind.
 
 Inputs and expected outputs are made on the CPU, so that Chord's kernels are all that is checked.
 Most launches get a grid of a few blocks instead of one a multiprocessor: few blocks go through many
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cases
 import chord
+import tolerance
 from chord import device as devices
 from chord.jit import launch as launching
 from chord.plan.config import Config, shipped_configs
@@ -57,6 +58,20 @@ class GroupedLaunch:
     slots: int
 
 
+@dataclass(frozen=True)
+class LayerLaunch:
+    """One whole layer; `blocks` is the grid of both GEMMs."""
+
+    name: str
+    num_experts: int
+    hidden: int
+    middle: int
+    tokens: int
+    top_k: int
+    blocks: int
+    routing: str = "uniform"
+
+
 LAUNCHES = (
     Launch("ragged rows, tails of N and K", 4, 136, 352, tokens=23, top_k=2, blocks=3),
     Launch("tiles split over blocks", 2, 264, 1056, tokens=9, top_k=1, blocks=7),
@@ -72,6 +87,12 @@ GROUPED = (
     GroupedLaunch("runs of tiles with a short K", (200, 9), 1032, 32, 3, slots=200),
     GroupedLaunch("one slot an expert, full grid", (1, 0, 1, 1), 72, 96, 0, slots=1),
     GroupedLaunch("no rows in use", (0, 0, 0), 64, 64, 0, slots=8),
+)
+LAYERS = (
+    LayerLaunch("layer of ragged rows", 4, 352, 160, tokens=23, top_k=2, blocks=3),
+    LayerLaunch("layer of shared tiles, holes", 2, 1056, 96, 9, 2, blocks=7, routing="holes"),
+    LayerLaunch("layer of many routes", 12, 64, 32, tokens=1500, top_k=3, blocks=4),
+    LayerLaunch("layer for nobody, full grid", 4, 64, 64, 4, 2, blocks=0, routing="none"),
 )
 BEFORE, AFTER = 3, 5  # rows of nobody around contiguous ones
 
@@ -175,17 +196,52 @@ def buffers(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return poison, expected
 
 
-def set_grid(config: Config, given: Operands) -> None:
-    """Make this thread's launches of a kernel use the grid of a problem."""
-    kernel = launching.load(config, given.addressing, 0)
-    launcher = launching.Launcher(kernel, given.blocks or devices.facts_of(0).num_sms)
-    key = launching.kernel_key(config, given.addressing, 0)
-    launching._thread.launchers[key] = launcher
+@dataclass(frozen=True)
+class LayerOperands:
+    """A whole layer: `call` runs it with both GEMMs of one configuration."""
+
+    name: str
+    blocks: int
+    call: Callable[[Config], torch.Tensor]
+    expected: torch.Tensor
+
+
+def layer_operands(problem: LayerLaunch) -> LayerOperands:
+    sizes = ((2 * problem.middle, problem.hidden), (problem.hidden, problem.middle))
+    weights = [cases.random_weights(problem.num_experts, *size, kind="real") for size in sizes]
+    packed = [w.pack(interleave_gate_up=i == 0) for i, w in enumerate(weights)]
+    hidden = cases.real_x(problem.tokens, problem.hidden)
+    ids = cases.topk_ids(problem.tokens, problem.top_k, problem.num_experts, problem.routing)
+    router = cases.topk_weights(problem.tokens, problem.top_k, kind="real")
+    expected = chord.reference.fused_moe(hidden, *packed, router, ids)
+    given = [tensor.cuda() for tensor in (hidden, router, ids)]
+    w13, w2 = (p.to("cuda") for p in packed)
+
+    def call(config: Config) -> torch.Tensor:
+        return chord.fused_moe(given[0], w13, w2, *given[1:], configs=(config, config))
+
+    return LayerOperands(problem.name, problem.blocks, call, expected)
+
+
+def count_wrong_rows(config: Config, given: LayerOperands) -> int:
+    """Run the layer twice and count rows that are further off than a layer may be."""
+    for addressing in ("RoutedGateUp", "RoutedDown"):
+        set_grid(config, addressing, given.blocks)
+    outs = [given.call(config).cpu() for _ in range(2)]
+    wrong = [tolerance.row_errors(out, given.expected) > tolerance.LAYER_LIMIT for out in outs]
+    return int(torch.stack(wrong).sum())
+
+
+def set_grid(config: Config, addressing: str, blocks: int) -> None:
+    """Make this thread's launches of a kernel use a grid of that many blocks."""
+    kernel = launching.load(config, addressing, 0)
+    launcher = launching.Launcher(kernel, blocks or devices.facts_of(0).num_sms)
+    launching._thread.launchers[launching.kernel_key(config, addressing, 0)] = launcher
 
 
 def count_wrong(config: Config, given: Operands) -> int:
     """Launch twice (the second finds what the first left) and count differing values."""
-    set_grid(config, given)
+    set_grid(config, given.addressing, given.blocks)
     wrong = 0
     for _ in range(2):
         buffer = given.poison.cuda()
@@ -199,22 +255,25 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA GPU here; run this on a machine with one")
         return 2
-    kinds = sys.argv[1:] or ["indexed", "grouped"]
+    kinds = sys.argv[1:] or ["indexed", "grouped", "layer"]
     todo = [indexed_operands(problem) for problem in LAUNCHES if "indexed" in kinds]
     todo += [
         given for problem in GROUPED if "grouped" in kinds for given in grouped_operands(problem)
     ]
-    if not todo:
-        print(f"{' '.join(kinds)}: name indexed or grouped, or neither for both")
+    layers = [layer_operands(problem) for problem in LAYERS if "layer" in kinds]
+    if not todo and not layers:
+        print(f"{' '.join(kinds)}: name indexed, grouped or layer, or none for all")
         return 2
     failed = False
     configs = shipped_configs(devices.facts_of(0).arch)
     for config in configs:
         started = time.perf_counter()
         counts = {given.name: count_wrong(config, given) for given in todo}
+        counts |= {given.name: count_wrong_rows(config, given) for given in layers}
         wrong = {name: count for name, count in counts.items() if count}
         seconds = time.perf_counter() - started
-        verdict = f"WRONG values: {wrong}" if wrong else f"{2 * len(todo)} launches exact"
+        right = f"{2 * len(todo)} launches exact, {2 * len(layers)} layers right"
+        verdict = f"WRONG values: {wrong}" if wrong else right
         print(f"{config.label()}: {verdict}, {seconds:.1f} s", flush=True)
         failed |= bool(wrong)
     return 1 if failed or not configs else 0
