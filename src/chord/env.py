@@ -56,10 +56,19 @@ def cache_dir() -> Path | None:
     `chord` under XDG_CACHE_HOME or under ~/.cache. Containers often run with HOME unset, `/` or
     a folder that is not there: none of these may become `/.cache`, so they give None.
     The folder itself need not exist yet.
+
+    Raises:
+        InputError: CHORD_CACHE_DIR begins with a ~ of nobody.
     """
     named = os.environ.get("CHORD_CACHE_DIR", "")
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError:
+            raise InputError(
+                f"CHORD_CACHE_DIR={named!r} begins with a ~ that stands for no home here; name the "
+                f"folder by its full path"
+            ) from None
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     if xdg and Path(xdg).is_absolute():
         return Path(xdg) / "chord"

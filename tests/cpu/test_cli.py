@@ -78,6 +78,15 @@ def test_doctor_and_compile_say_that_a_cache_cannot_be_used(
     assert "cannot be kept" in text and "is not a folder" in text and "CHORD_CACHE_DIR" in text
 
 
+def test_doctor_shows_all_although_a_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_JIT", "fast")
+    monkeypatch.setenv("CHORD_CACHE_DIR", "~nobody-of-this-name/kernels")
+    text = " ".join(run("doctor").split())
+    assert "WRONG: CHORD_JIT='fast' is not a mode" in text
+    assert "WRONG: CHORD_CACHE_DIR='~nobody-of-this-name/kernels'" in text
+    assert "Environment variables:" in text
+
+
 def test_compile_fails_where_a_kernel_was_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

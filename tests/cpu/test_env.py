@@ -33,6 +33,12 @@ def test_tilde_and_empty_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert env.cache_dir() == tmp_path / ".cache" / "chord"
 
 
+def test_a_tilde_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(InputError, match=r"CHORD_CACHE_DIR='~nobody-of-this-name/kernels' begins"):
+        env.cache_dir()
+
+
 @pytest.mark.parametrize("home", [None, "", "/", "//", "/nonexistent", "relative"])
 def test_no_usable_home_means_no_cache(monkeypatch: pytest.MonkeyPatch, home: str | None) -> None:
     if home is None:

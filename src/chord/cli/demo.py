@@ -18,7 +18,7 @@ LIMIT = 2e-2
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to route.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, max=65_536, help="Tokens to route.")] = 64,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the best here.")] = "",
 ) -> None:
     """Make a small MoE layer, pack it, route tokens, run it, and compare with FP64."""

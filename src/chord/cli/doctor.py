@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from chord.cli.cache import describe
 from chord.cli.console import console, table
 
@@ -21,8 +23,8 @@ def doctor() -> None:
     for name, value in versions.items():
         facts.add_row(name, value)
     facts.add_row("kernels", machine.kernel_digest()[:12])
-    facts.add_row("cache", _cache_state())
-    facts.add_row("CHORD_JIT", env.jit_mode())
+    facts.add_row("cache", _said(_cache_state))
+    facts.add_row("CHORD_JIT", _said(env.jit_mode))
     console.print(facts)
     console.print()
     for line in _what_runs():
@@ -32,6 +34,16 @@ def doctor() -> None:
     for variable in env.VARIABLES:
         variables.add_row(variable.name, variable.default, variable.meaning)
     console.print(variables)
+
+
+def _said(ask: Callable[[], str]) -> str:
+    """Return an answer, or what is wrong with the variable that it comes from."""
+    from chord.errors import InputError
+
+    try:
+        return ask()
+    except InputError as error:
+        return f"WRONG: {error}"
 
 
 def _card_lines() -> list[tuple[str, str]]:
