@@ -239,3 +239,17 @@ def test_a_known_call_whose_kernel_is_gone_asks_to_warm_up(
     monkeypatch.setattr(launch, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match="warm up first"):
         chord.indexed(**call)
+
+
+def test_a_check_that_would_wait_inside_capture_says_so(
+    call: dict[str, Any], card: NotingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match=r"sorted_token_ids \[\d+\] .* pass validate=False"):
+        chord.indexed(**(call | {"validate": True}))
+    with pytest.raises(CaptureError, match=r"topk_ids \[6, 2\] .* pass validate=False"):
+        ids = on_card(torch.zeros(M, TOP_K, dtype=torch.int32))
+        chord.routing.align(ids, num_experts=E, block_m=BLOCK_M, validate=True)
+    assert len(card.parameters) == 1
+    chord.indexed(**call)

@@ -105,6 +105,29 @@ def test_a_cold_call_inside_capture_says_warm_up_first(cold, experts, weights) -
     step.check()
 
 
+def test_checks_that_would_wait_inside_capture_say_so(experts, weights) -> None:
+    """The capture fails, and neither the stream nor the process does."""
+    step = Step(16, experts, weights)
+    step.run()
+    where = chord.routing.align(step.ids, num_experts=E, block_m=BLOCK_M)
+    buffers = (where.sorted_token_ids, where.expert_ids, where.num_tokens_post_padded)
+    torch.cuda.synchronize()
+    for call in (
+        lambda: chord.indexed(step.x, experts, *buffers, TOP_K, block_m=BLOCK_M, out=step.out),
+        lambda: chord.routing.align(step.ids, num_experts=E, block_m=BLOCK_M, validate=True),
+    ):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(CaptureError, match="pass validate=False"), torch.cuda.graph(graph):
+            call()
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run()
+    step.out.fill_(12345.0)
+    graph.replay()
+    step.check()
+
+
 @pytest.mark.field_case(9)
 def test_replays_follow_new_routing_and_survive_bigger_batches(experts, weights) -> None:
     step = Step(16, experts, weights)
