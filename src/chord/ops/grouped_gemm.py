@@ -101,7 +101,8 @@ def indexed(
         InputError: An argument breaks a rule; nothing has been launched.
         UnsupportedError: No kernel does this shape on this card.
         CompileError: The kernel does not compile or load.
-        CaptureError: The kernel is not loaded yet and a CUDA graph is being captured.
+        CaptureError: A CUDA graph is being captured, and the kernel is not loaded yet or values are
+            to be validated.
 
     Example:
         >>> import torch, chord

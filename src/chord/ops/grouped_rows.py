@@ -59,7 +59,8 @@ def contiguous(
         InputError: An argument breaks a rule; nothing has been launched.
         UnsupportedError: No kernel does this shape on this card.
         CompileError: The kernel does not compile or load.
-        CaptureError: The kernel is not loaded yet and a CUDA graph is being captured.
+        CaptureError: A CUDA graph is being captured, and the kernel is not loaded yet or values are
+            to be validated.
 
     Example:
         >>> import torch, chord
@@ -131,7 +132,8 @@ def masked(
         InputError: An argument breaks a rule; nothing has been launched.
         UnsupportedError: No kernel does this shape on this card.
         CompileError: The kernel does not compile or load.
-        CaptureError: The kernel is not loaded yet and a CUDA graph is being captured.
+        CaptureError: A CUDA graph is being captured, and the kernel is not loaded yet or values are
+            to be validated.
 
     Example:
         >>> import torch, chord
