@@ -18,9 +18,8 @@ from chord.emulator.runner import (
     run_program,
     scratch_of,
 )
-from chord.jit.fixed import COMBINE, ROUTE, WEIGHT_TYPES, FixedKernel
-from chord.jit.params import addressing_layout
-from chord.jit.source import ENTRY
+from chord.jit.params import COMBINE, ROUTE, WEIGHT_TYPES, FixedKernel, addressing_layout
+from chord.jit.source import ENTRY, render
 from chord.plan.config import Config
 from chord.weights import PackedExperts
 
@@ -39,7 +38,7 @@ class Sorted:
 def _unit(kernel: FixedKernel) -> str:
     words = kernel.name.capitalize()
     return f"""\
-{kernel.render()}
+{render(kernel, "")}
 #include "runtime/launch.hpp"
 
 namespace {{

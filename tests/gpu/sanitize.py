@@ -91,7 +91,7 @@ GROUPED = (
 LAYERS = (
     LayerLaunch("layer of ragged rows", 4, 352, 160, tokens=23, top_k=2, blocks=3),
     LayerLaunch("layer of shared tiles, holes", 2, 1056, 96, 9, 2, blocks=7, routing="holes"),
-    LayerLaunch("layer of many routes", 12, 64, 32, tokens=1500, top_k=3, blocks=4),
+    LayerLaunch("layer of many routes", 12, 128, 64, tokens=1500, top_k=3, blocks=4),
     LayerLaunch("layer for nobody, full grid", 4, 64, 64, 4, 2, blocks=0, routing="none"),
 )
 BEFORE, AFTER = 3, 5  # rows of nobody around contiguous ones
@@ -228,7 +228,8 @@ def count_wrong_rows(config: Config, given: LayerOperands) -> int:
     for addressing in ("RoutedGateUp", "RoutedDown"):
         set_grid(config, addressing, given.blocks)
     outs = [given.call(config).cpu() for _ in range(2)]
-    wrong = [tolerance.row_errors(out, given.expected) > tolerance.LAYER_LIMIT for out in outs]
+    limit = 2 * tolerance.LAYER_LIMIT  # both sides round
+    wrong = [tolerance.row_errors(out, given.expected) > limit for out in outs]
     return int(torch.stack(wrong).sum())
 
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from chord.jit.compiler import Cubin
+    from chord.jit.params import FixedKernel
     from chord.plan.config import Config
 
-Job = tuple[str, "Config", str]  # architecture, configuration, addressing
+Job = tuple[str, "Config | FixedKernel", str]  # architecture, configuration, addressing
 
 
 def compile_ahead(
@@ -48,16 +49,16 @@ def compile_ahead(
 
 def _work(arch: str) -> list[Job]:
     from chord.errors import InputError
+    from chord.jit.params import FIXED_KERNELS
     from chord.plan.config import shipped_archs, shipped_configs
     from chord.plan.legality import ADDRESSINGS
 
     archs = shipped_archs() if arch == "all" else (arch,)
-    work = [
-        (one, config, addressing)
-        for one in archs
-        for config in shipped_configs(one)
-        for addressing in ADDRESSINGS
-    ]
+    work: list[Job] = []
+    for one in archs:
+        configs = shipped_configs(one)
+        work += [(one, config, addressing) for config in configs for addressing in ADDRESSINGS]
+        work += [(one, kernel, "") for kernel in FIXED_KERNELS if configs]
     if not work:
         raise InputError(
             f"nothing is shipped for --arch {arch}; there are {', '.join(shipped_archs())} and all"
@@ -106,7 +107,7 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
     failures: list[str] = []
     for arch, config, addressing in work:
         result = results[arch, config, addressing]
-        name = f"{config.label()} {addressing}"
+        name = f"{config.label()} {addressing}".rstrip()
         clean.setdefault(arch, 0)
         if isinstance(result, Exception):
             failures.append(f"{arch} {name}: {result}")
@@ -130,7 +131,7 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
             )
     for arch, count in clean.items():
         total = sum(job[0] == arch for job in work)
-        console.print(f"{arch}: {count} of {total} configurations compiled with zero spills")
+        console.print(f"{arch}: {count} of {total} kernels compiled with zero spills")
     for failure in failures:
         console.print(failure, markup=False, style="red", soft_wrap=True)
     return not failures

@@ -29,6 +29,7 @@ from chord import env
 from chord.errors import CacheWarning, CompileError
 from chord.jit import compiler, place, source
 from chord.jit.compiler import CompileReport, Cubin, Origin
+from chord.jit.params import FixedKernel
 from chord.jit.place import ENTRY_SUFFIX, LOCK_SUFFIX, TEMPORARY_SUFFIX
 from chord.plan.config import Config
 
@@ -44,40 +45,21 @@ _DIGEST_BYTES = 32
 
 
 def cubin_for(
-    config: Config, arch: str, addressing: str = "Indexed", *, ahead: bool = False
+    config: Config | FixedKernel, arch: str, addressing: str = "Indexed", *, ahead: bool = False
 ) -> Cubin:
     """Return the compiled kernel of a configuration: from memory, from disk, or compiled now.
 
     Args:
-        config: The configuration.
+        config: The configuration, or a kernel without one.
         arch: Architecture to compile for, "sm_90a"; it need not be this machine's.
-        addressing: How rows are found, a type of kernels/addressing.
+        addressing: How rows are found, a type of kernels/addressing; "" for a kernel without.
         ahead: Whether this call is there to compile, so that CHORD_JIT=cached does not forbid it.
 
     Raises:
         CompileError: It does not compile, or CHORD_JIT=cached and it is not in the cache.
     """
-    unit, headers = source.render(config, addressing), source.headers_of(addressing)
-    return cubin_of_unit(unit, headers, arch, f"{config.label()} {addressing}", ahead=ahead)
-
-
-def cubin_of_unit(
-    unit: str, headers: tuple[str, ...], arch: str, label: str, *, ahead: bool = False
-) -> Cubin:
-    """Return any compiled unit, as `cubin_for` does.
-
-    Args:
-        unit: The CUDA source.
-        headers: Headers of chord/kernels that it includes.
-        arch: Architecture to compile for.
-        label: What it is, for messages.
-        ahead: As for `cubin_for`.
-
-    Raises:
-        CompileError: As `cubin_for`.
-    """
-    origin = Origin(headers, _digest_of(headers), compiler.nvrtc_version(), label, arch)
-    describe = f"{label} for {arch}"
+    unit, origin = _unit_of(config, arch, addressing)
+    describe = f"{origin.label} for {arch}"
 
     def build() -> Cubin:
         if env.jit_mode() == "cached" and not ahead:
@@ -93,17 +75,22 @@ def cubin_of_unit(
     return _STATE.get_or_build(_key_of(unit, origin), build, describe, ahead=ahead)
 
 
-def is_kept(config: Config, arch: str, addressing: str) -> bool:
+def is_kept(config: Config | FixedKernel, arch: str, addressing: str) -> bool:
     """Return whether the kernel of a configuration is on disk, for later processes to find.
 
     Args:
-        config: The configuration.
+        config: The configuration, or a kernel without one.
         arch: The architecture.
         addressing: How rows are found.
     """
-    headers = source.headers_of(addressing)
-    origin = Origin(headers, _digest_of(headers), compiler.nvrtc_version(), "", arch)
-    return _STATE.store().read(_key_of(source.render(config, addressing), origin)) is not None
+    return _STATE.store().read(_key_of(*_unit_of(config, arch, addressing))) is not None
+
+
+def _unit_of(config: Config | FixedKernel, arch: str, addressing: str) -> tuple[str, Origin]:
+    headers = source.headers_of(addressing, config)
+    label = f"{config.label()} {addressing}".rstrip()
+    origin = Origin(headers, _digest_of(headers), compiler.nvrtc_version(), label, arch)
+    return source.render(config, addressing), origin
 
 
 @functools.cache

@@ -1,123 +1,16 @@
-"""The kernels without a choice: route sort and top-k sum, one unit an architecture each.
-
-They are compiled, kept and loaded as the GEMMs are, and launched with a grid that the call gives.
-"""
+"""Launching the kernels without a choice, route sort and top-k sum, with the caller's grid."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import threading
-from dataclasses import dataclass
 
-from chord.device import DeviceFacts, facts_of
+from chord.device import facts_of
 from chord.errors import CaptureError
 from chord.jit import cache, driver, launch
-from chord.jit.params import Fields, packer_of
+from chord.jit.params import FixedKernel
 from chord.jit.source import ENTRY
-
-WEIGHT_TYPES = ("float32", "bfloat16", "float16")
-"""Types of router weights, by the number that the kernels know them by."""
-
-
-@dataclass(frozen=True)
-class FixedKernel:
-    """One kernel: function chord::<name> of kernels/<name>.cuh.
-
-    Attributes:
-        name: Of function and header; the class that holds the constants begins with a capital.
-        fields: Names and kinds of its parameter struct, in order.
-        num_threads: Threads of a block.
-        shared_bytes: Dynamic shared memory of a block.
-        is_stage: Whether it begins while the kernel before on the stream still runs.
-    """
-
-    name: str
-    fields: Fields
-    num_threads: int
-    shared_bytes: int
-    is_stage: bool
-
-    @property
-    def packer(self) -> struct.Struct:
-        """Packer of its parameter struct."""
-        return packer_of(self.fields)
-
-    def label(self) -> str:
-        """Return its name for people."""
-        return f"{self.name} kernel"
-
-    def render(self) -> str:
-        """Return the CUDA source of its unit."""
-        words = self.name.capitalize()
-        return f"""\
-#include <chord/kernels/{self.name}.cuh>
-
-static_assert(sizeof(chord::{words}Params) == {self.packer.size},
-              "host and device disagree on the launch parameters: see jit/fixed.py");
-static_assert(chord::{words}::kThreads == {self.num_threads},
-              "host and device disagree on the threads of a block: see jit/fixed.py");
-static_assert(chord::{words}::kSmemBytes == {self.shared_bytes},
-              "host and device disagree on shared memory: see jit/fixed.py");
-
-extern "C" __global__ void __launch_bounds__({self.num_threads})
-{ENTRY}(const __grid_constant__ chord::{words}Params p) {{
-  chord::{self.name}(p);
-}}
-"""
-
-
-ROUTE_THREADS = 512
-ROUTE_MAX_EXPERTS = 1024
-_ROUTE_WARPS = ROUTE_THREADS // 32
-
-ROUTE = FixedKernel(
-    name="route",
-    fields=(
-        ("ids", "pointer"),
-        ("expert_map", "pointer"),
-        ("offsets", "pointer"),
-        ("routes", "pointer"),
-        ("positions", "pointer"),
-        ("block_experts", "pointer"),
-        ("num_rows_padded", "pointer"),
-        ("ids_are_64bit", "int"),
-        ("map_is_64bit", "int"),
-        ("num_routes", "int"),
-        ("num_ids", "int"),
-        ("num_experts", "int"),
-        ("block_m", "int"),
-        ("capacity", "int"),
-        ("num_blocks", "int"),
-        ("share", "int"),
-        ("reserved", "int"),
-    ),
-    num_threads=ROUTE_THREADS,
-    shared_bytes=4 * ((_ROUTE_WARPS + 2) * ROUTE_MAX_EXPERTS + _ROUTE_WARPS),
-    is_stage=False,
-)
-
-COMBINE_THREADS = 128
-
-COMBINE = FixedKernel(
-    name="combine",
-    fields=(
-        ("rows", "pointer"),
-        ("positions", "pointer"),
-        ("router_weights", "pointer"),
-        ("router_weight_type", "int"),
-        ("", "padding"),
-        ("out", "pointer"),
-        ("top_k", "int"),
-        ("n", "int"),
-    ),
-    num_threads=COMBINE_THREADS,
-    shared_bytes=0,
-    is_stage=True,
-)
-
-FIXED_KERNELS = (ROUTE, COMBINE)
 
 
 class FixedLauncher:
@@ -205,13 +98,8 @@ def _load(kernel: FixedKernel, index: int) -> int:
             f"while a CUDA graph is captured: warm up first, by one call outside of capture"
         )
     facts = facts_of(index)
-    cubin = cubin_of(kernel, facts)
+    cubin = cache.cubin_for(kernel, facts.arch, "")
     with _loading:
         if key not in _loaded:
             _loaded[key] = driver.load_function(cubin.code, ENTRY, kernel.shared_bytes)
     return _loaded[key]
-
-
-def cubin_of(kernel: FixedKernel, facts: DeviceFacts) -> cache.Cubin:
-    """Return the compiled kernel for a card: from memory, from disk, or compiled now."""
-    return cache.cubin_of_unit(kernel.render(), (f"{kernel.name}.cuh",), facts.arch, kernel.label())

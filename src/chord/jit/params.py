@@ -154,3 +154,91 @@ def addressing_layout(name: str) -> AddressingLayout:
     if name not in _LAYOUTS:
         raise InputError(f"addressing {name!r} is not one of {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name]
+
+
+WEIGHT_TYPES = ("float32", "bfloat16", "float16")
+"""Types of router weights, by the number that the kernels know them by."""
+
+
+@dataclass(frozen=True)
+class FixedKernel:
+    """A kernel without a choice, one unit an architecture: chord::<name> of kernels/<name>.cuh.
+
+    Attributes:
+        name: Of function and header; the class that holds the constants begins with a capital.
+        fields: Names and kinds of its parameter struct, in order.
+        num_threads: Threads of a block.
+        shared_bytes: Dynamic shared memory of a block.
+        is_stage: Whether it begins while the kernel before on the stream still runs.
+    """
+
+    name: str
+    fields: Fields
+    num_threads: int
+    shared_bytes: int
+    is_stage: bool
+
+    @property
+    def packer(self) -> struct.Struct:
+        """Packer of its parameter struct."""
+        return packer_of(self.fields)
+
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return self.num_threads
+
+    def label(self) -> str:
+        """Return its name for people."""
+        return f"{self.name} kernel"
+
+
+ROUTE_THREADS = 512
+ROUTE_MAX_EXPERTS = 1024
+_ROUTE_WARPS = ROUTE_THREADS // 32
+
+ROUTE = FixedKernel(
+    name="route",
+    fields=(
+        ("ids", "pointer"),
+        ("expert_map", "pointer"),
+        ("offsets", "pointer"),
+        ("routes", "pointer"),
+        ("positions", "pointer"),
+        ("block_experts", "pointer"),
+        ("num_rows_padded", "pointer"),
+        ("ids_are_64bit", "int"),
+        ("map_is_64bit", "int"),
+        ("num_routes", "int"),
+        ("num_ids", "int"),
+        ("num_experts", "int"),
+        ("block_m", "int"),
+        ("capacity", "int"),
+        ("num_blocks", "int"),
+        ("share", "int"),
+        ("reserved", "int"),
+    ),
+    num_threads=ROUTE_THREADS,
+    shared_bytes=4 * ((_ROUTE_WARPS + 2) * ROUTE_MAX_EXPERTS + _ROUTE_WARPS),
+    is_stage=False,
+)
+
+COMBINE_THREADS = 128
+
+COMBINE = FixedKernel(
+    name="combine",
+    fields=(
+        ("rows", "pointer"),
+        ("positions", "pointer"),
+        ("router_weights", "pointer"),
+        ("router_weight_type", "int"),
+        ("", "padding"),
+        ("out", "pointer"),
+        ("top_k", "int"),
+        ("n", "int"),
+    ),
+    num_threads=COMBINE_THREADS,
+    shared_bytes=0,
+    is_stage=True,
+)
+
+FIXED_KERNELS = (ROUTE, COMBINE)

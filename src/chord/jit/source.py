@@ -11,7 +11,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from chord.jit.params import addressing_layout
+from chord.jit.params import FixedKernel, addressing_layout
 from chord.plan.config import Config
 
 ENTRY = "chord_entry"
@@ -19,13 +19,15 @@ _INCLUDE = re.compile(r"^#include <chord/kernels/([^>]+)>", re.MULTILINE)
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
 
-def render(config: Config, addressing: str = "Indexed") -> str:
+def render(config: Config | FixedKernel, addressing: str = "Indexed") -> str:
     """Return the CUDA source of one kernel.
 
     Args:
-        config: The configuration to compile.
-        addressing: How rows are found, a type of kernels/addressing.
+        config: The configuration to compile, or a kernel without one.
+        addressing: How rows are found, a type of kernels/addressing; "" for a kernel without.
     """
+    if isinstance(config, FixedKernel):
+        return _render_fixed(config)
     layout = addressing_layout(addressing)
     params = f"chord::Params<chord::{layout.name}>"
     return f"""\
@@ -47,6 +49,25 @@ extern "C" __global__ void __launch_bounds__(kConfig.threads(), 1)
 """
 
 
+def _render_fixed(kernel: FixedKernel) -> str:
+    words = kernel.name.capitalize()
+    return f"""\
+#include <chord/kernels/{kernel.name}.cuh>
+
+static_assert(sizeof(chord::{words}Params) == {kernel.packer.size},
+              "host and device disagree on the launch parameters: see jit/params.py");
+static_assert(chord::{words}::kThreads == {kernel.num_threads},
+              "host and device disagree on the threads of a block: see jit/params.py");
+static_assert(chord::{words}::kSmemBytes == {kernel.shared_bytes},
+              "host and device disagree on shared memory: see jit/params.py");
+
+extern "C" __global__ void __launch_bounds__({kernel.num_threads})
+{ENTRY}(const __grid_constant__ chord::{words}Params p) {{
+  chord::{kernel.name}(p);
+}}
+"""
+
+
 @functools.cache
 def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
     """Return the hash of the headers that both kernels reach: names and contents, never times.
@@ -61,8 +82,15 @@ def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
     return digest_headers(headers_of(addressing), root)
 
 
-def headers_of(addressing: str) -> tuple[str, ...]:
-    """Return the headers that the kernels of an addressing type reach the others from."""
+def headers_of(addressing: str, config: Config | FixedKernel | None = None) -> tuple[str, ...]:
+    """Return the headers that a kernel reaches the others from; alike for all configurations.
+
+    Args:
+        addressing: How rows are found, a type of kernels/addressing.
+        config: A configuration, or a kernel without one.
+    """
+    if isinstance(config, FixedKernel):
+        return (f"{config.name}.cuh",)
     return ("decode.cuh", "prefill.cuh", addressing_layout(addressing).header)
 
 

@@ -1,5 +1,5 @@
-// The last stage of the whole layer: out[t] is the sum over slots j of weight[t, j] times the row at
-// position[t, j], in FP32 and in the order of the slots. A token without a row gets zeros.
+// The last stage of the whole layer: out[t] is the sum over slots j of weight[t, j] times the row
+// at position[t, j], in FP32 and in the order of the slots. A token without a row gets zeros.
 //
 // A thread sums 8 features of one token: it asks for the rows of 8 slots at once, 16 bytes each,
 // and every row is read once. Blocks are small and many, so that loads of one overlap sums of
@@ -22,7 +22,7 @@ struct CombineParams {
   int top_k;
   int n;  // a multiple of 8
 };
-static_assert(sizeof(CombineParams) == 48, "CombineParams must match jit/fixed.py");
+static_assert(sizeof(CombineParams) == 48, "CombineParams must match jit/params.py");
 
 class Combine {
  public:

@@ -36,7 +36,7 @@ struct RouteParams {
   int share;  // routes that a block places
   int reserved;
 };
-static_assert(sizeof(RouteParams) == 96, "RouteParams must match jit/fixed.py");
+static_assert(sizeof(RouteParams) == 96, "RouteParams must match jit/params.py");
 
 class Route {
  public:

@@ -9,7 +9,8 @@ from chord import routing
 from chord.arguments import check_tensor, whole_number
 from chord.errors import InputError
 from chord.jit import launch as launching
-from chord.jit.fixed import ROUTE, ROUTE_MAX_EXPERTS, fixed_launcher
+from chord.jit.fixed import fixed_launcher
+from chord.jit.params import ROUTE, ROUTE_MAX_EXPERTS
 from chord.ops import checks
 from chord.ops.layer import route_grid
 

@@ -62,11 +62,7 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
             f"be K"
         )
     check_contiguous("x", x)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"x {list(x.shape)} requires grad, and Chord computes no gradients; call under "
-            f"torch.no_grad() or pass x.detach()"
-        )
+    refuse_gradients("x", x)
     data = experts.data
     if data.device != x.device:
         raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")
@@ -76,6 +72,15 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
         raise UnsupportedError(
             "experts were packed with interleave_gate_up=True, whose order the plain grouped GEMM "
             "does not undo; pack them without it"
+        )
+
+
+def refuse_gradients(name: str, x: torch.Tensor) -> None:
+    """Refuse activations, of any dtype and any shape, whose gradients would be lost in silence."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} {list(x.shape)} requires grad, and Chord computes no gradients; call under "
+            f"torch.no_grad() or pass {name}.detach()"
         )
 
 

@@ -5,11 +5,13 @@ How it is computed is `layer`'s, how it appears to `torch.compile` `torch_librar
 
 from __future__ import annotations
 
+import reprlib
+
 import torch
 
-from chord.arguments import describe, whole_number
+from chord.arguments import check_tensor, describe, real_number, truth, whole_number
 from chord.errors import InputError, UnsupportedError
-from chord.ops import layer, torch_library
+from chord.ops import checks, layer, torch_library
 from chord.plan.config import Config
 from chord.weights.packed import PackedExperts
 
@@ -85,11 +87,18 @@ def fused_moe(
         >>> chord.fused_moe(torch.ones(3, 128, dtype=torch.bfloat16), w13, w2, weights, ids).shape
         torch.Size([3, 128])
     """
-    if activation != "silu":
+    if not isinstance(activation, str) or activation != "silu":
         raise UnsupportedError(
-            f"activation={activation!r} is not supported; 'silu' is, with swiglu_alpha, "
+            f"activation={reprlib.repr(activation)} is not supported; 'silu' is, with swiglu_alpha, "
             f"swiglu_beta and swiglu_limit for the constants of models"
         )
+    if not torch.compiler.is_compiling():  # where these may be symbols
+        check_tensor("hidden", hidden)
+        checks.refuse_gradients("hidden", hidden)
+        swiglu_alpha = real_number("swiglu_alpha", swiglu_alpha)
+        swiglu_beta = real_number("swiglu_beta", swiglu_beta)
+        if swiglu_limit is not None:
+            swiglu_limit = real_number("swiglu_limit", swiglu_limit)
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise InputError(f"swiglu_limit={swiglu_limit!r} must be positive, or None for no limit")
     if torch.compiler.is_compiling():
@@ -111,7 +120,7 @@ def fused_moe(
         w13,
         w2,
         layer.Swiglu(swiglu_alpha, swiglu_beta, swiglu_limit),
-        bool(apply_router_weight_on_input),
+        truth("apply_router_weight_on_input", apply_router_weight_on_input),
         configs,
     )
     return layer.run(operands, hidden, topk_weights, topk_ids, expert_map, out, workspace)

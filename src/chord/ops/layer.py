@@ -24,8 +24,9 @@ from chord import reference
 from chord.arguments import check_tensor
 from chord.errors import InputError, UnsupportedError
 from chord.jit import launch as launching
-from chord.jit.fixed import COMBINE, COMBINE_THREADS, ROUTE, WEIGHT_TYPES, fixed_launcher
+from chord.jit.fixed import fixed_launcher
 from chord.jit.launch import KernelKey
+from chord.jit.params import COMBINE, COMBINE_THREADS, ROUTE, WEIGHT_TYPES
 from chord.ops import checks
 from chord.ops.grouped_gemm import choose
 from chord.plan.config import Config
