@@ -67,15 +67,3 @@ def platform() -> Iterator[Callable[[int, int], None]]:
     become(9, 0)
     yield become
     PLATFORM.__class__ = plain
-
-
-@pytest.fixture(autouse=True)
-def fused_moe(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chord
-
-    if "fused_moe" not in chord.__all__:
-
-        def run(hidden, w13, w2, weights, ids, expert_map=None, out=None, **more):
-            return chord.reference.fused_moe(hidden, w13, w2, weights, ids, expert_map, out)
-
-        monkeypatch.setattr(chord, "fused_moe", run, raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,6 +183,7 @@ def expected(
     *,
     experts: range = range(EXPERTS),
     inner: slice = slice(None),
+    limit: float = math.inf,
 ) -> torch.Tensor:
     """Compute one rank's part in fp32: some experts, or a slice of each.
 
@@ -192,6 +194,7 @@ def expected(
         ids: int, [M, top_k], global; others than `experts` contribute nothing.
         experts: Those of this rank.
         inner: Features of gate and up, and columns of down, of this rank.
+        limit: SwiGLU's limit.
     """
     out = torch.zeros(x.shape, dtype=torch.float32)
     for token, slot in ((t, s) for t in range(x.shape[0]) for s in range(ids.shape[1])):
@@ -200,7 +203,7 @@ def expected(
             row = x[token].float()
             gate = checkpoint.weight("gate_proj", e)[inner] @ row
             up = checkpoint.weight("up_proj", e)[inner] @ row
-            middle = torch.nn.functional.silu(gate) * up
+            middle = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
             down = checkpoint.weight("down_proj", e)[:, inner] @ middle
             out[token] += weights[token, slot] * down
     return out

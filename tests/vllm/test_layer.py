@@ -127,6 +127,31 @@ def test_router_weight_on_input() -> None:
     assert_rows_close(out, expected(checkpoint, weighted, torch.ones_like(weights), ids), 8e-3)
 
 
+def test_swiglu_limit() -> None:
+    checkpoint = make_checkpoint()
+    layer = make_layer(config_of(ChordConfig), moe_config(), swiglu_limit=0.25)
+    load(layer, checkpoint)
+    inputs = make_inputs(5)
+    wanted = expected(checkpoint, *inputs, limit=0.25)
+    assert_rows_close(apply(layer, *inputs), wanted, 8e-3)
+    assert not torch.allclose(wanted, expected(checkpoint, *inputs), rtol=0.05)
+
+
+def test_workspaces_never_shrink() -> None:
+    """The first, largest call reserves what all others use."""
+    layer = load(make_layer(config_of(ChordConfig), moe_config()), make_checkpoint())
+    experts = layer.quant_method.moe_kernel.fused_experts
+    sizes = []
+    for tokens in (1, 2, 63, 64, 1000, 65536, 65537, 300000):
+        first, second, out = experts.workspace_shapes(
+            tokens, 2 * INNER, HIDDEN, TOP_K, EXPERTS, EXPERTS, None, layer.activation
+        )
+        assert first == (0,), "the first workspace shares memory with the output"
+        assert out == (tokens, HIDDEN)
+        sizes.append(second[0])
+    assert sizes == sorted(sizes)
+
+
 class _Slots(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """What a low-latency all-to-all does to one rank's tokens: each expert's rows in its slots."""
 

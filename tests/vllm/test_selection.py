@@ -112,7 +112,7 @@ DECLINED = {
     "group of 16": ({"group_size": 16}, {}, "group size 16, Chord takes groups of 32, 64, 128"),
     "fp16": ({}, {"in_dtype": torch.float16}, "activations are torch.float16"),
     "bias": ({}, {"has_bias": True}, "biases"),
-    "clamp": ({}, {"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
+    "alpha": ({}, {"swiglu_alpha": 1.702}, "swiglu_alpha=1.702"),
     "gelu": ({}, {"activation": MoEActivation.GELU}, "GELU activation"),
     "lora": ({}, {"is_lora_enabled": True}, "LoRA"),
     "hidden": ({}, {"hidden": 136}, "K=136 is not a positive multiple of 32"),

@@ -11,6 +11,7 @@ from the layer's config. Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -27,7 +28,11 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 import chord
+from chord.integrations.vllm import warmup
+from chord.jit.launch import KernelKey
+from chord.ops import grouped_gemm, layer
 from chord.plan.config import shipped_archs
+from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts
 
 SCALE_DTYPE = torch.bfloat16
@@ -122,6 +127,23 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
         """
         return w1.size(0), a1.size(-2), 2 * self._inner, a1.size(-1), topk_ids.size(1)
 
+    def load_kernels(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        """Compile and load what the layer may need; nothing to do for weights on the CPU.
+
+        Args:
+            w1: uint8, [E, 2I / 64, H / 64, 2304].
+            w2: uint8, [E, H / 64, I / 64, 2304].
+
+        Raises:
+            CompileError: A kernel does not compile, or CHORD_JIT=cached forbids compiling.
+        """
+        if w1.is_cuda:
+            warmup.load_kernels(self._kernels(*self._weights.of(w1, w2)))
+
+    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
+        """Yield the kernels for any number of tokens up to the largest batch."""
+        raise NotImplementedError("each format asks for its own kernels")
+
 
 class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
@@ -164,7 +186,8 @@ class ChordExperts(ChordExpertsBase):
 
         The first workspace may lie in the output's memory, so all goes into the second.
         """
-        return (0,), (0,), (M, K)
+        space = layer.space_for(M, topk, local_num_experts, self._hidden, self._inner)
+        return (0,), (-(-space.num_bytes // SCALE_DTYPE.itemsize),), (M, K)
 
     def apply(
         self,
@@ -189,8 +212,27 @@ class ChordExperts(ChordExpertsBase):
             topk_weights = torch.ones_like(topk_weights)
         w13, down = self._weights.of(w1, w2)
         chord.fused_moe(
-            hidden_states, w13, down, topk_weights, topk_ids, expert_map=expert_map, out=output
+            hidden_states,
+            w13,
+            down,
+            topk_weights,
+            topk_ids,
+            expert_map=expert_map,
+            out=output,
+            workspace=workspace2,
+            swiglu_limit=self.activation_config.clamp_limit,
         )
+
+    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
+        index, top_k = w13.data.get_device(), self.moe_config.experts_per_token
+        with torch.cuda.device(index):
+            for kernel in (layer.ROUTE, layer.COMBINE):
+                layer.fixed_launcher(kernel, index)
+        num_ids = self.moe_config.num_experts if self.moe_config.use_ep else w13.num_experts
+        largest = self.moe_config.max_num_tokens * self.moe_config.dp_size
+        for tokens in warmup.token_counts(min(largest, layer.MAX_ROUTES // top_k)):
+            operands = layer.Layer(w13, w2)
+            yield from layer._choose_kernels(operands, tokens * top_k, num_ids, index)
 
 
 class ChordBatchedExperts(ChordExpertsBase):
@@ -269,6 +311,18 @@ class ChordBatchedExperts(ChordExpertsBase):
         chord.masked(hidden_states, w13, counts, gate_up, expected=expected, validate=False)
         self.activation(activation, middle, gate_up, valid_token_counts=counts)
         chord.masked(middle, down, counts, output, expected=expected, validate=False)
+
+    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
+        assert self.max_num_tokens is not None, "vLLM gives batched experts their slots"
+        assert self.num_dispatchers is not None, "vLLM gives batched experts their dispatchers"
+        slots = self.max_num_tokens * self.num_dispatchers
+        index, experts = w13.data.get_device(), w13.num_experts
+        for expected in {min(slots, 1 << bits) for bits in range(slots.bit_length() + 1)}:
+            for w in (w13, w2):
+                problem = GemmProblem(
+                    experts, w.n, w.k, experts * slots, "Masked", experts * expected
+                )
+                yield grouped_gemm.choose(problem, index)
 
     def _expected_rows(self, slots: int, top_k: int, num_experts: int) -> int:
         """Return the usual rows of an expert, a power of two, from the tokens of all ranks.

@@ -120,6 +120,7 @@ class ChordMoEMethod(compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMetho
         if self.moe_kernel is None:  # a reload keeps the one that CUDA graphs were captured with
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = self._make_kernel(layer, self.moe_quant_config)
+            self.moe_kernel.fused_experts.load_kernels(layer.w13_weight, layer.w2_weight)
 
     def _make_kernel(
         self, layer: RoutedExperts, quant_config: FusedMoEQuantConfig
@@ -140,12 +141,13 @@ class ChordMoEMethod(compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMetho
         return mk.FusedMoEKernel(prepare_finalize, experts)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """Return what vLLM's prepare steps ask: activations stay as they are."""
+        """Return that activations stay as they are, and SwiGLU's limit."""
         return FusedMoEQuantConfig(
             _a1=FusedMoEQuantDesc(),
             _a2=FusedMoEQuantDesc(),
             _w1=FusedMoEQuantDesc("int4"),
             _w2=FusedMoEQuantDesc("int4"),
+            gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
         )
 
     @property

@@ -171,11 +171,11 @@ def _decline_layer(layer: RoutedExperts) -> str | None:
     moe = layer.moe_config
     if moe.has_bias:
         return "the experts have biases"
-    for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
+    for name in ("swiglu_alpha", "swiglu_beta"):
         for holder in (layer, moe):
             value = getattr(holder, name, None)
             if value is not None:
-                return f"{name}={value}, Chord's SwiGLU has no such term"
+                return f"{name}={value}, which vLLM's silu has not"
     if moe.moe_parallel_config.enable_eplb:
         return "expert load balancing (EPLB) moves experts while serving"
     return None

@@ -1,0 +1,113 @@
+"""Which kernels are compiled before vLLM captures: as many as any batch may need."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from layers import all_to_all, config_of, make_layer, moe_config
+
+from chord import device as devices
+from chord.integrations.vllm import warmup
+from chord.integrations.vllm.config import ChordConfig
+from chord.integrations.vllm.experts import ChordBatchedExperts, ChordExperts
+from chord.jit import cache, launch
+from chord.jit.launch import KernelKey
+from chord.ops import grouped_gemm, layer
+from chord.plan.problem import GemmProblem
+from chord.weights.layout import buffer_shape
+from chord.weights.packed import PackedExperts
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 64, 65, 8192])
+def test_counts_are_dense_and_reach_the_largest(largest: int) -> None:
+    counts = list(warmup.token_counts(largest))
+    assert counts == sorted(set(counts))
+    assert counts[:1] == [1][: len(counts)]
+    assert counts[-1:] == [largest][: len(counts)]
+    assert set(range(1, min(largest, 64) + 1)) <= set(counts)
+    assert all(b <= a + max(1, a // 8) for a, b in itertools.pairwise(counts))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for an H200 that is not there."""
+    monkeypatch.setattr(devices, "facts_of", lambda index: devices.known("h200"))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr("torch.cuda.device", _NoDevice)
+    monkeypatch.setattr(layer, "fixed_launcher", lambda *_: None)
+
+
+class _NoDevice:
+    def __init__(self, index: int) -> None:
+        assert index == 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def weights(experts: int, hidden: int, inner: int) -> tuple[PackedExperts, PackedExperts]:
+    """Make weights without memory behind them."""
+    made = []
+    for n, k, interleaved in ((2 * inner, hidden, True), (hidden, inner, False)):
+        whole = torch.empty(1, dtype=torch.uint8).expand(buffer_shape(experts, n, k))
+        packed = object.__new__(PackedExperts)
+        for name, value in (
+            ("data", whole),
+            ("n", n),
+            ("k", k),
+            ("group_size", 32),
+            ("gate_up_interleaved", interleaved),
+        ):
+            object.__setattr__(packed, name, value)
+        made.append(packed)
+    return made[0], made[1]
+
+
+@pytest.mark.usefixtures("h200", "platform")
+def test_every_batch_of_tp8_finds_its_kernels() -> None:
+    moe = moe_config(experts=384, hidden=7168, inner=256, experts_per_token=8, max_num_tokens=8192)
+    experts = ChordExperts(moe, make_layer_quant_config())
+    w13, w2 = weights(384, 7168, 256)
+    loaded = set(experts._kernels(w13, w2))
+    for tokens in (1, 7, 8, 33, 64, 100, 128, 777, 1024, 4096, 5000, 8192):
+        needed = layer._choose_kernels(layer.Layer(w13, w2), tokens * 8, 384, 0)
+        assert set(needed) <= loaded, tokens
+    assert len(loaded) < 24
+
+
+@pytest.mark.usefixtures("h200", "platform")
+def test_batched() -> None:
+    parallel = all_to_all("deepep_low_latency")
+    moe = moe_config(parallel, experts=96, hidden=7168, inner=2048, experts_per_token=8)
+    experts = ChordBatchedExperts(moe, make_layer_quant_config(), 128, 8)
+    w13, w2 = weights(48, 7168, 4096 // 2)
+    loaded = set(experts._kernels(w13, w2))
+    for expected in (1, 2, 16, 1024):
+        for w in (w13, w2):
+            problem = GemmProblem(48, w.n, w.k, 48 * 1024, "Masked", 48 * expected)
+            assert grouped_gemm.choose(problem, 0) in loaded
+
+
+def make_layer_quant_config() -> Any:
+    made = make_layer(config_of(ChordConfig), moe_config())
+    return made.quant_method.get_fused_moe_quant_config(made)
+
+
+@pytest.mark.usefixtures("h200")
+def test_each_is_compiled_once_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, loaded = [], []
+    monkeypatch.setattr(cache, "cubin_for", lambda *key: compiled.append(key))
+    monkeypatch.setattr(launch, "load", lambda *key: loaded.append(key))
+    problem = GemmProblem(8, 512, 256, 64)
+    key = grouped_gemm.choose(problem, 0)
+    other = KernelKey(key.config, "Masked", 0)
+    warmup.load_kernels([key, other, key])
+    assert sorted(k[2] for k in compiled) == ["Indexed", "Masked"]
+    assert [k[1:] for k in loaded] == [("Indexed", 0), ("Masked", 0)]
+    assert {k[1] for k in compiled} == {"sm_90a"}
