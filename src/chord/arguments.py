@@ -5,6 +5,7 @@ These checks come before those of `routing`, `weights` and `ops`, which know dty
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from typing import Any
@@ -57,6 +58,21 @@ def whole_number(name: str, value: Any) -> int:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor raises its own kinds
         raise InputError(f"{name} is {describe(value)}; it must be a whole number") from None
+
+
+def real_number(name: str, value: Any) -> float:
+    """Return an argument that is a finite number: of Python, or a single one of another package.
+
+    Raises:
+        InputError: It is none, as "1", NaN and None are.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{name} is {describe(value)}; it must be a finite number")
+    return number
 
 
 def truth(name: str, value: Any) -> bool:

@@ -298,7 +298,25 @@ def public_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     pack = dict.fromkeys(("group_size", "out", "actorder", "weight_zero_point", "weight_g_idx"))
     pack |= {"weight": words, "weight_scale": scales, "interleave_gate_up": False, "num_bits": 4}
     align = {"topk_ids": ids, "num_experts": E, "expert_map": None}
+    layer = {
+        "w13": chord.pack_experts(words, scales, interleave_gate_up=True),
+        "w2": chord.pack_experts(
+            words[..., : N // 16].repeat(1, 2, 1), scales[..., :1].repeat(1, 2, 1)
+        ),
+    }
+    tokens = {"hidden": x, "topk_weights": torch.ones(M, TOP_K), "topk_ids": ids}
+    tokens |= {"apply_router_weight_on_input": False, "out": None, "expert_map": None}
+    swiglu = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 7.0, "activation": "silu"}
     return {
+        "fused_moe": (
+            chord.fused_moe,
+            layer | tokens | swiglu | {"workspace": None, "configs": None},
+        ),
+        "fused_moe_workspace": (
+            chord.fused_moe_workspace,
+            layer | {"num_tokens": M, "top_k": TOP_K},
+        ),
+        "chord.align": (chord.align, align | {"block_m": BLOCK_M}),
         "indexed": (chord.indexed, rows | buffers | on_kernels),
         "contiguous": (chord.contiguous, rows | offsets | on_kernels),
         "masked": (chord.masked, slots | on_kernels),
@@ -332,6 +350,10 @@ def test_no_odd_argument_ends_in_a_raw_traceback(name: str) -> None:
 
 
 def test_gradients_are_refused_and_not_dropped(call: dict[str, Any]) -> None:
+    function, layer = public_calls()["fused_moe"]
+    layer["hidden"].requires_grad_()
+    with pytest.raises(InputError, match=r"hidden \[6, 128\] requires grad, .*hidden\.detach"):
+        function(**layer)
     call["x"].requires_grad_()
     with pytest.raises(InputError, match=r"x \[6, 128\] requires grad, .*no_grad\(\) or pass"):
         chord.indexed(**call)

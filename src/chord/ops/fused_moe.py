@@ -45,7 +45,7 @@ def fused_moe(
     not validated, and one that is no expert's counts as -1. The call can be captured in a CUDA
     graph, once a call with as many tokens has loaded its kernels. It works under
     `torch.compile(fullgraph=True)`, also with a dynamic T. Without a CUDA GPU, with tensors on the
-    CPU, `chord.reference` computes the same.
+    CPU, `chord.reference` computes the same, and refuses an id of no expert.
 
     Args:
         hidden: bf16, [T, H], contiguous, 16-byte aligned; any T.
@@ -89,8 +89,8 @@ def fused_moe(
     """
     if not isinstance(activation, str) or activation != "silu":
         raise UnsupportedError(
-            f"activation={reprlib.repr(activation)} is not supported; 'silu' is, with swiglu_alpha, "
-            f"swiglu_beta and swiglu_limit for the constants of models"
+            f"activation={reprlib.repr(activation)} is not supported; 'silu' is, with "
+            f"swiglu_alpha, swiglu_beta and swiglu_limit for the constants of models"
         )
     if not torch.compiler.is_compiling():  # where these may be symbols
         check_tensor("hidden", hidden)
