@@ -13,6 +13,7 @@ from pathlib import Path
 
 from chord.bench.cliffs import find_cliffs, is_sweep
 from chord.bench.records import Row, newest
+from chord.bench.scenarios import LAYER
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -71,6 +72,10 @@ PUBLISHED_US = {
     ("masked", "gate_up"): {8: 248.8, 16: 266.5, 32: 329.2, 64: 435.2},
     ("masked", "down"): {8: 132.5, 16: 138.7, 32: 164.2, 64: 233.0},
 }
+# How much faster than the layer built from humming the whole layer has to be, by series, and what
+# it may take of the sum of its parts.
+LAYER_AHEAD = {"EP8 decode": 1.20, "EP8 prefill": 1.25, "TP8": 1.45, "TP8 decode": 1.20}
+LAYER_OF_PARTS = 1.08
 # Prefill has to be this much faster than humming, unless humming itself is this near the floor.
 _AHEAD, _NEAR = 1.1, 1.1
 _PREFILL = ("ep8_prefill", "tp8")
@@ -79,6 +84,9 @@ _PREFILL = ("ep8_prefill", "tp8")
 def misses(suite: str, row: Row) -> Iterator[str]:
     """Yield what a row misses, in words."""
     us = row.entries["chord"].us
+    if suite == LAYER:
+        yield from _layer_misses(row, us)
+        return
     for bar in BARS:
         if bar.covers(suite, row) and us > bar.floors * row.floor_us:
             yield f"bar {bar.floors:.2f}"
@@ -90,6 +98,17 @@ def misses(suite: str, row: Row) -> Iterator[str]:
     published = PUBLISHED_US.get((row.series, row.projection), {}).get(row.tokens)
     if suite == "grouped" and published is not None and us >= published:
         yield f"{us:.0f} us, published elsewhere {published:.0f}"
+
+
+def _layer_misses(row: Row, us: float) -> Iterator[str]:
+    humming = row.entries.get("humming")
+    wanted = LAYER_AHEAD[row.series]
+    if humming and humming.us < wanted * us:
+        yield f"{humming.us / us:.2f} x faster than humming, bar {wanted:.2f}"
+    others = ("chord", "humming")
+    parts = sum(entry.us for name, entry in row.entries.items() if name not in others)
+    if us > LAYER_OF_PARTS * parts:
+        yield f"{us / parts:.2f} x the sum of the parts, bar {LAYER_OF_PARTS:.2f}"
 
 
 def main() -> int:

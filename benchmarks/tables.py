@@ -16,12 +16,14 @@ from pathlib import Path
 
 from chord.bench.cliffs import find_cliffs, is_sweep
 from chord.bench.records import Record, Row, newest
+from chord.bench.scenarios import LAYER
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 
 # The order of the sections; suites that are not named follow by name.
 TITLES = {
+    LAYER: "The whole layer",
     "ep8_decode": "EP8 decode (48 experts)",
     "ep16_decode": "EP16 decode (24 experts)",
     "ep32_decode": "EP32 decode (12 experts)",
@@ -64,6 +66,15 @@ quantised; both in the same run. Nothing is measured on Blackwell yet.
 """
 
 
+LAYER_WORDS = (
+    "`chord.fused_moe` as a CUDA graph replays it, beside the same layer built from",
+    "humming-kernels as vLLM builds it (align, GEMM, activation, GEMM, weighted sum; vLLM's own align",
+    "and sum are replaced by Chord's kernels of the same purpose). Parts: both of Chord's GEMMs",
+    "alone, plus the bytes of the top-k sum at memory speed.",
+    "",
+)
+
+
 def newest_records(folder: Path) -> list[Record]:
     """Return the newest record of each suite, in the order of the sections."""
     order = list(TITLES)
@@ -91,6 +102,26 @@ def table(rows: Iterable[tuple[str, Row]], first_column: str) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def layer_table(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the lines of a table of whole layers, beside the baseline and the sum of the parts."""
+    head = ["tokens", "rows", "Chord us", "x floor", "parts us", "Chord / parts"]
+    head += ["humming us", "humming / Chord"]
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        us, parts = row.entries["chord"].us, parts_us(row)
+        cells = [str(row.tokens), str(row.routed), f"{us:.0f}", f"{us / row.floor_us:.2f}"]
+        cells += [f"{parts:.0f}", f"{us / parts:.2f}"]
+        other = row.entries.get("humming")
+        cells += [f"{other.us:.0f}", f"{other.us / us:.2f}"] if other else ["-", "-"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def parts_us(row: Row) -> float:
+    """Return the sum of a layer's GEMMs alone and of its top-k sum at memory speed."""
+    return sum(entry.us for name, entry in row.entries.items() if name not in ("chord", "humming"))
+
+
 def section(record: Record) -> Iterator[str]:
     """Yield the lines of one record's section of docs/performance.md."""
     title = TITLES.get(record.suite, record.suite)
@@ -106,13 +137,18 @@ def section(record: Record) -> Iterator[str]:
         yield from (f"- {cliff.describe()}" for cliff in found)
         yield from [""] if found else []
     else:
+        if record.suite == LAYER:
+            yield from LAYER_WORDS
         for series in dict.fromkeys(row.series for row in record.rows):
             rows = [row for row in record.rows if row.series == series]
             if series:
                 yield f"### {series[0].upper()}{series[1:]}"
                 yield ""
-            labelled = ((f"{row.projection} {row.tokens}", row) for row in rows)
-            yield from table(labelled, f"projection, {rows[0].unit}")
+            if record.suite == LAYER:
+                yield from layer_table(rows)
+            else:
+                labelled = ((f"{row.projection} {row.tokens}", row) for row in rows)
+                yield from table(labelled, f"projection, {rows[0].unit}")
             yield ""
     yield f"![{title}](../benchmarks/records/{record.file_stem}.png)"
 
@@ -144,6 +180,7 @@ def readme_results(records: list[Record]) -> Iterator[str]:
     by_key = {
         (record.suite, row.series, row.projection, row.tokens): (record, row)
         for record in records
+        if record.suite != LAYER
         for row in record.rows
     }
     ratios = {

@@ -171,7 +171,8 @@ def test_explain_refuses_with_the_rule() -> None:
 def test_bench_lists_its_suites() -> None:
     text = run("bench", "--list", "--peer", "humming")
     assert re.search(r"grouped: 48 experts, .*24 rows, about \d+ s with 1 peer", text), text
-    assert len(text.splitlines()) == len(scenarios.SUITES)
+    assert len(text.splitlines()) == len(scenarios.SUITES) + 1
+    assert re.search(r"layer: chord.fused_moe for EP8 decode, .*19 rows, about \d+ s", text), text
 
 
 def test_tune_refuses_an_unknown_profile() -> None:

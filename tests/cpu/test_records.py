@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from chord.bench import chart, records, scenarios
+from chord.bench import chart, layer, records, scenarios
 from chord.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -262,3 +262,34 @@ def test_the_check_of_documents_can_fail(tmp_path: Path) -> None:
     assert lines_without_record(good.replace(stem, "gone"), tmp_path) != []
     assert lines_without_record(head + "| gate_up | 20 | 174 | 190.0 | 1.09 |\n", tmp_path) != []
     assert lines_without_record("| field | bytes |\n|---|---|\n| codes | 2048 |\n", tmp_path) == []
+
+
+def layer_row(us: float, humming: float) -> records.Row:
+    """A row of the layer's record: 200 us of GEMMs and 10 us of top-k sum."""
+    first = example().rows[0]
+    times = {"chord": us, "humming": humming, "chord gate_up alone": 120.0}
+    times |= {"chord down alone": 80.0, "top-k sum at memory speed": 10.0}
+    entry = first.entries["chord"]
+    entries = {name: dataclasses.replace(entry, us=time) for name, time in times.items()}
+    return dataclasses.replace(
+        first, projection="layer", series="EP8 decode", tokens=20, entries=entries
+    )
+
+
+def test_layers_are_held_to_the_baseline_and_to_the_parts() -> None:
+    module = script("bars")
+    assert list(module.misses("layer", layer_row(215.0, 260.0))) == []
+    assert list(module.misses("layer", layer_row(230.0, 260.0))) == [
+        "1.13 x faster than humming, bar 1.20",
+        "1.10 x the sum of the parts, bar 1.08",
+    ]
+    series = {case.series.name for case in layer.layer_cases()}
+    assert series == set(module.LAYER_AHEAD)
+    assert len(list(layer.layer_cases())) == 19
+
+
+def test_layers_have_a_table_of_their_own() -> None:
+    record = dataclasses.replace(example(), suite="layer", rows=[layer_row(215.0, 260.0)])
+    page = script("tables").performance([record])
+    assert "### EP8 decode" in page
+    assert re.search(r"\| 20 \| \d+ \| 215 \| [\d.]+ \| 210 \| 1.02 \| 260 \| 1.21 \|", page), page

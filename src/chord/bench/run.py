@@ -29,7 +29,7 @@ from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
 from chord.timing import measure, measure_host_us, method
 
-_MAX_BLOCK_M = 16
+MAX_BLOCK_M = 16
 _HOST_CALLS = 60
 
 
@@ -74,7 +74,7 @@ class Chord:
             given |= {"m_indices": work.owners} if indices else {"expert_offsets": work.offsets}
             return functools.partial(chord.contiguous, work.x, experts, out=work.out, **given)
         # The kernels join blocks of one expert: small ones cost no time and pad few rows.
-        block_m = self._block_m or min(chosen.tile_rows, _MAX_BLOCK_M)
+        block_m = self._block_m or min(chosen.tile_rows, MAX_BLOCK_M)
         self.choice += f" | routing blocks of {block_m}"
         aligned = routing.align(work.topk_ids, num_experts=experts.num_experts, block_m=block_m)
         return functools.partial(

@@ -21,6 +21,8 @@ import torch
 
 from chord.errors import InputError
 
+LAYER = "layer"
+"""Name of the record of whole layers, beside the suites of single GEMMs (bench/layer.py)."""
 TOP_K = 8
 GROUP_SIZE = 32
 MASKED_SLOTS = 128

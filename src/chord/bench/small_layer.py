@@ -137,7 +137,7 @@ def expected_output(
     Returns:
         float64, [T, H]: the weighted sum of `down(silu(gate(x)) * up(x))` over a token's experts.
     """
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    out = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
     for expert in topk_ids.unique().tolist():
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
         x = hidden[tokens].double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option("--suite", "-s", help="Suite to run; repeat for several. Default: all."),
+        typer.Option(
+            "--suite",
+            "-s",
+            help="Suite to run, or layer for the whole layer; repeat for several. Default: all.",
+        ),
     ] = None,
     peer: Annotated[
         list[str] | None,
@@ -45,13 +49,14 @@ def bench(
     from chord.bench import chart, machine
     from chord.bench import records as records_module
     from chord.bench.cliffs import find_cliffs, is_sweep
-    from chord.bench.scenarios import SUITES, suite_named
+    from chord.bench.scenarios import LAYER, SUITES, suite_named
     from chord.timing import FLUSH_BYTES
 
-    chosen = [suite_named(name) for name in suite or list(SUITES)]
+    names = suite or [*SUITES, LAYER]
+    chosen = {name: None if name == LAYER else suite_named(name) for name in names}
     peers = tuple(peer or ())
     if show:
-        for one in chosen:
+        for one in chosen.values():
             console.print(summary(one, len(peers)), soft_wrap=True)
         return
     card = machine.card()
@@ -63,7 +68,7 @@ def bench(
     def only(case: Case) -> bool:
         return projection in ("", case.projection.name) and (not count or case.tokens in count)
 
-    for one in chosen:
+    for one in chosen.values():
         console.print(summary(one, len(peers)), soft_wrap=True)
         started = time.perf_counter()
         record = _measure(one, peers, block_m, only)
@@ -80,35 +85,49 @@ def bench(
 
 
 def _measure(
-    suite: Suite, peers: tuple[str, ...], block_m: int, only: Callable[[Case], bool]
+    suite: Suite | None, peers: tuple[str, ...], block_m: int, only: Callable[[Case], bool]
 ) -> Record:
+    from chord.bench.layer import layer_cases, run_layer
     from chord.bench.run import run_suite
+    from chord.bench.scenarios import LAYER
 
+    name, total = (suite.name, suite.num_cases) if suite else (LAYER, len(list(layer_cases())))
     with progress() as bar:
-        task = bar.add_task(suite.name, total=suite.num_cases)
+        task = bar.add_task(name, total=total)
 
         def show(row: Row) -> None:
-            bar.console.print(line(suite.name, row), soft_wrap=True)
+            bar.console.print(line(name, row), soft_wrap=True)
             bar.advance(task)
 
-        return run_suite(
-            suite,
-            peers=peers,
-            block_m=block_m,
-            only=only,
-            on_row=show,
-            on_step=lambda step: bar.update(task, description=f"{suite.name} {step}"),
-            on_fault=lambda words: bar.console.print(f"left out: {words}", soft_wrap=True),
-        )
+        options: dict[str, Any] = {
+            "peers": peers,
+            "only": only,
+            "on_row": show,
+            "on_step": lambda step: bar.update(task, description=f"{name} {step}"),
+            "on_fault": lambda words: bar.console.print(f"left out: {words}", soft_wrap=True),
+        }
+        if suite is None:
+            return run_layer(**options)
+        return run_suite(suite, block_m=block_m, **options)
 
 
-def summary(suite: Suite, num_peers: int) -> str:
+def summary(suite: Suite | None, num_peers: int) -> str:
     """Say in one line what a suite measures and how long it takes on the card.
 
     Args:
-        suite: The suite.
+        suite: The suite; None for the whole layer.
         num_peers: Implementations to measure beside Chord.
     """
+    if suite is None:
+        from chord.bench.layer import DEPLOYMENTS, layer_cases
+
+        places = ", ".join(series.name for each in DEPLOYMENTS for series in each.series)
+        rows = len(list(layer_cases()))
+        seconds = rows * (0.5 + 0.2 * num_peers) + len(DEPLOYMENTS) * (8 + 6 * num_peers)
+        return (
+            f"layer: chord.fused_moe for {places}, {rows} rows, about {seconds:.0f} s with "
+            f"{num_peers} peer(s), kernels compiled"
+        )
     shapes = ", ".join(f"{p.name} {p.n} x {p.k}" for p in suite.projections)
     return (
         f"{suite.name}: {suite.num_experts} experts, {shapes}, {suite.num_cases} rows, about "

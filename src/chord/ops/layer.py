@@ -335,7 +335,7 @@ def _check_call(
     if hidden.is_cuda:
         index = hidden.get_device()
         num_sms = devices.facts_of(index).num_sms
-        chosen = _choose_kernels(layer, tokens_at_once * top_k, num_ids, index)
+        chosen = choose_kernels(layer, tokens_at_once * top_k, num_ids, index)
         kernels = chosen if num_tokens else None
     return _Call(
         num_tokens=num_tokens,
@@ -353,10 +353,17 @@ def _check_call(
     )
 
 
-def _choose_kernels(
+def choose_kernels(
     layer: Layer, num_routes: int, num_ids: int, index: int
 ) -> tuple[KernelKey, KernelKey]:
-    """Choose both GEMMs for the rows that come here if all experts are visited alike."""
+    """Choose both GEMMs for the rows that come here if all experts are visited alike.
+
+    Args:
+        layer: Weights, and perhaps the caller's configurations.
+        num_routes: Routes of a part, remote ones included.
+        num_ids: Experts of the whole model.
+        index: The device.
+    """
     num_experts = layer.w13.num_experts
     expected = -(-num_routes * num_experts // max(num_ids, num_experts))
     gate_up_config, down_config = layer.configs or (None, None)

@@ -74,7 +74,7 @@ class Humming:
             },
             **shared,
         )
-        self._layer, self._tensors = transform.prepare_and_transform_humming_tensors(
+        self.layer, self._tensors = transform.prepare_and_transform_humming_tensors(
             tensors=tensors,
             shape_n=checkpoint.n,
             shape_k=checkpoint.k,
@@ -107,28 +107,53 @@ class Humming:
         Returns:
             A function without arguments that runs humming's kernel once.
         """
-        from humming.forward import humming_forward
-
         case = work.case
         gemm_type = _GEMM_TYPES[case.series.addressing]
-        tuning = self._tuning_of(gemm_type)
-        block_shape = self._block_shape(gemm_type, case.num_routes)
+        block_shape = self.block_shape(gemm_type, case.num_routes)
         self.choice = f"{gemm_type}, block_shape {block_shape}"
+        x, out = (rows.view(-1, rows.shape[-1]) for rows in (work.x, work.out))
+        tables = self._tables(work, block_shape[0])
+        return self.prepare(gemm_type, x, out, case.top_k, case.num_routes, tables)
+
+    def prepare(
+        self,
+        gemm_type: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        top_k: int,
+        num_routes: int,
+        tables: dict[str, torch.Tensor],
+    ) -> Callable[[], object]:
+        """Prepare a call of its kernel.
+
+        Args:
+            gemm_type: How rows are found, in its words.
+            x: bfloat16, [rows, K].
+            out: bfloat16, [output rows, N].
+            top_k: Output rows that read one row of x.
+            num_routes: Output rows in use, which its tile choice goes by.
+            tables: Its routing arguments by name.
+
+        Returns:
+            A function without arguments that runs humming's kernel once.
+        """
+        from humming.forward import humming_forward
+
         compute = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": gemm_type}
         return functools.partial(
             humming_forward,
-            self._layer,
-            inputs=work.x.view(-1, work.x.shape[-1]),
+            self.layer,
+            inputs=x,
             weight=self._tensors["weight"],
             weight_scale=self._tensors["weight_scale"],
             weight_scale_2=self._tensors.get("weight_scale_2"),
-            outputs=work.out.view(-1, work.out.shape[-1]),
+            outputs=out,
             locks=self._locks,
-            top_k=case.top_k,
-            valid_shape_m=case.num_routes,
+            top_k=top_k,
+            valid_shape_m=num_routes,
             compute_config=json.dumps(compute),
-            tuning_config=json.dumps(tuning),
-            **self._tables(work, block_shape[0]),
+            tuning_config=json.dumps(self._tuning_of(gemm_type)),
+            **tables,
         )
 
     def _tables(self, work: Work, block_m: int) -> dict[str, torch.Tensor]:
@@ -151,7 +176,7 @@ class Humming:
 
         if gemm_type not in self._tuning:
             table = tune.get_heuristics_config(
-                layer_config=self._layer,
+                layer_config=self.layer,
                 use_f16_accum=False,
                 use_batch_invariant=False,
                 gemm_type=gemm_type,
@@ -167,8 +192,13 @@ class Humming:
             ]
         return self._tuning[gemm_type]
 
-    def _block_shape(self, gemm_type: str, num_routes: int) -> tuple[int, ...]:
-        """Return rows, features and K of the tile that its launcher takes."""
+    def block_shape(self, gemm_type: str, num_routes: int) -> tuple[int, ...]:
+        """Return rows, features and K of the tile that its launcher takes.
+
+        Args:
+            gemm_type: How rows are found, in its words.
+            num_routes: Rows in use.
+        """
         for low, high, config in self._tuning_of(gemm_type):
             if low < num_routes <= high:
                 return tuple(config["block_shape"])
