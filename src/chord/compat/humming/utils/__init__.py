@@ -1,0 +1,1 @@
+"""`humming.utils`."""
