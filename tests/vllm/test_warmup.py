@@ -76,7 +76,7 @@ def test_every_batch_of_tp8_finds_its_kernels() -> None:
     w13, w2 = weights(384, 7168, 256)
     loaded = set(experts._kernels(w13, w2))
     for tokens in (1, 7, 8, 33, 64, 100, 128, 777, 1024, 4096, 5000, 8192):
-        needed = layer._choose_kernels(layer.Layer(w13, w2), tokens * 8, 384, 0)
+        needed = layer.choose_kernels(layer.Layer(w13, w2), tokens * 8, 384, 0)
         assert set(needed) <= loaded, tokens
     assert len(loaded) < 24
 

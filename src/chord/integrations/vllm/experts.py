@@ -232,7 +232,7 @@ class ChordExperts(ChordExpertsBase):
         largest = self.moe_config.max_num_tokens * self.moe_config.dp_size
         for tokens in warmup.token_counts(min(largest, layer.MAX_ROUTES // top_k)):
             operands = layer.Layer(w13, w2)
-            yield from layer._choose_kernels(operands, tokens * top_k, num_ids, index)
+            yield from layer.choose_kernels(operands, tokens * top_k, num_ids, index)
 
 
 class ChordBatchedExperts(ChordExpertsBase):
