@@ -51,10 +51,8 @@ def test_demo_runs_and_is_correct() -> None:
 
 
 def test_demo_reports_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chord.bench import small_layer
-
-    right = small_layer.run_layer
-    monkeypatch.setattr(small_layer, "run_layer", lambda *inputs: right(*inputs) * 1.1)
+    right = chord.fused_moe
+    monkeypatch.setattr(chord, "fused_moe", lambda *inputs: right(*inputs) * 1.1)
     result = CliRunner().invoke(app, ["demo", "--tokens", "4", "--device", "cpu"])
     assert result.exit_code == 1
     assert "WRONG" in result.output

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import torch
 
-import chord
-from chord import routing
 from chord.bench.operands import Checkpoint, random_checkpoint
 from chord.bench.scenarios import GROUP_SIZE
-from chord.weights.packed import PackedExperts
 
 FILE_NAME = "model-00001-of-00001.safetensors"
 _QUANTIZATION = {
@@ -86,36 +83,6 @@ def write_checkpoint(folder: Path, shape: LayerShape, layer: int = 1) -> tuple[i
     config = {"n_routed_experts": shape.num_experts, "quantization_config": _QUANTIZATION}
     (folder / "config.json").write_text(json.dumps(config))
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
-
-
-def run_layer(
-    hidden: torch.Tensor,
-    w13: PackedExperts,
-    w2: PackedExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """Run the routed experts of one layer with Chord's expert GEMMs.
-
-    Args:
-        hidden: bfloat16, [T, H].
-        w13: Packed gate and up weights, N = 2 I, K = H, gate rows first.
-        w2: Packed down weight, N = H, K = I.
-        topk_weights: float32, [T, top_k].
-        topk_ids: int32, [T, top_k].
-
-    Returns:
-        bfloat16, [T, H].
-    """
-    top_k = topk_ids.shape[1]
-    blocks = routing.align(topk_ids, num_experts=w13.num_experts, block_m=16)
-    where = (blocks.sorted_token_ids, blocks.expert_ids, blocks.num_tokens_post_padded)
-    gate_up = chord.indexed(hidden, w13, *where, top_k, block_m=16)
-    gate, up = gate_up.float().chunk(2, dim=1)
-    activated = (torch.nn.functional.silu(gate) * up).bfloat16()
-    down = chord.indexed(activated, w2, *where, 1, block_m=16)
-    weighted = down.view(-1, top_k, w2.n).float() * topk_weights.unsqueeze(-1)
-    return weighted.sum(dim=1).bfloat16()
 
 
 def expected_output(
