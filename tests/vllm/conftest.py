@@ -7,6 +7,7 @@ Hopper card; everything else is vLLM's own code. Kernels are the reference's, on
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,8 @@ for name in (
 ):
     importlib.import_module(f"vllm.model_executor.layers.{name}")
 importlib.import_module("vllm.model_executor.model_loader.reload")
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 PLATFORM = vllm.platforms.current_platform
 
