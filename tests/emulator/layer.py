@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from chord.emulator.build import build, build_source
 from chord.emulator.runner import (
+    AWAITED,
     FLAGS,
     INPUT,
     OUTPUT,
@@ -56,8 +58,11 @@ def _run(
     num_blocks: int,
     seed: int,
     flavour: str = "fast",
+    awaited: tuple[str, ...] = (),
+    replaced: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Launch a fixed kernel; return copies of its outputs, by name."""
+    uses = dict.fromkeys(outputs, OUTPUT) | dict.fromkeys(awaited, AWAITED)
     tensors = {
         name: alone(value) for name, value in values.items() if isinstance(value, torch.Tensor)
     }
@@ -70,12 +75,12 @@ def _run(
     launch = Launch(
         kernel.packer.pack(*packed),
         [
-            (name, tensor, OUTPUT if name in outputs else INPUT)
+            (name, tensor, uses.get(name, INPUT))
             for name, tensor in tensors.items()
             if tensor.numel()
         ],
     )
-    library = build_source(_unit(kernel), kernel.name, flavour=flavour)
+    library = build_source(_unit(kernel), kernel.name, flavour=flavour, replaced=replaced)
     (run_launch if flavour == "fast" else run_program)(library, launch, num_blocks, seed)
     return {name: tensors[name].clone() for name in outputs if name in tensors}
 
@@ -130,6 +135,7 @@ def combine(
     *,
     seed: int = 0,
     flavour: str = "fast",
+    replaced: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
     """Sum rows, bf16 [R, N], of positions, int32 [T * top_k]; return bf16 [T, N]."""
     n = rows.shape[1]
@@ -143,7 +149,8 @@ def combine(
         "n": n,
     }
     parts = -(-n // (8 * COMBINE.num_threads))
-    return _run(COMBINE, values, ("out",), num_tokens * parts, seed, flavour)["out"]
+    blocks = num_tokens * parts
+    return _run(COMBINE, values, ("out",), blocks, seed, flavour, ("rows",), replaced)["out"]
 
 
 def type_of(weights: torch.Tensor) -> int:
@@ -161,8 +168,13 @@ def gemm(
     num_blocks: int = 3,
     seed: int = 0,
     flavour: str = "fast",
+    replaced: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
-    """Run one of the layer's GEMMs; `given` are the fields of its addressing's parameters."""
+    """Run one of the layer's GEMMs; `given` are the fields of its addressing's parameters.
+
+    The routing is what gate_up has to wait for, down for its rows.
+    """
+    is_down = addressing == "RoutedDown"
     partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
     x, data, out = alone(x), alone(packed.data), alone(out)
     layout = addressing_layout(addressing)
@@ -184,14 +196,17 @@ def gemm(
     launch = Launch(
         params,
         [
-            ("x", x, INPUT),
+            ("x", x, AWAITED if is_down else INPUT),
             ("weight", data, INPUT),
             ("out", out, OUTPUT),
             ("partial", partial, PARTIAL),
             ("flags", flags, FLAGS),
-            *((name, table, INPUT) for name, table in tables.items()),
+            *(
+                (name, table, AWAITED if name in ("offsets", "routes") and not is_down else INPUT)
+                for name, table in tables.items()
+            ),
         ],
     )
-    library = build(config, addressing=addressing, flavour=flavour)
+    library = build(config, addressing=addressing, flavour=flavour, replaced=replaced)
     (run_launch if flavour == "fast" else run_program)(library, launch, num_blocks, seed)
     return out

@@ -7,9 +7,11 @@ import math
 import layer
 import pytest
 import torch
+from faults import Fault
 
 import cases
 import tolerance
+from chord.emulator import EmulatorError
 from chord.plan.config import Config, DecodeConfig, PrefillConfig
 from chord.routing import align, local_experts
 from chord.weights import PackedExperts
@@ -295,3 +297,52 @@ def test_combine(top_k: int, n: int, dtype: torch.dtype | None) -> None:
 def test_combine_under_sanitizers() -> None:
     rows, positions = cases.real_x(4, 136), torch.tensor([3, -1, 0, 2], dtype=torch.int32)
     layer.combine(rows, positions, torch.ones(4), 2, flavour="sanitize")
+
+
+# --- what a stage waits for -----------------------------------------------------------------------
+
+NOBODY_WAITS = Fault(
+    "nobody waits for the kernel before",
+    "ptx/sync.cuh",
+    "emulator::wait_for_kernel_before();",
+    "",
+    "(kernel before may still write, without having|nobody of it has) waited for",
+)
+A_BLOCK_WITHOUT_WORK_ENDS = Fault(
+    "a block without work ends at once",
+    "decode.cuh",
+    "if (begin == end) return await<Addressing, Awaits::kRows>();",
+    "if (begin == end) return;",
+    "nobody of it has waited for the kernel before",
+)
+
+
+def run_down(config: Config, tokens: int, replaced: dict[str, str]) -> None:
+    made = layer.route(cases.topk_ids(tokens, 1, 2), 2)
+    fields = {"offsets": made.offsets, "num_experts": 2, "reserved": 0}
+    weights = cases.random_weights(2, 64, 64)
+    x, out = cases.exact_x(tokens, 64), cases.poisoned(tokens, 64)
+    layer.gemm(config, "RoutedDown", x, weights.pack(), out, fields, replaced=replaced)
+
+
+@each_config
+def test_a_stage_that_does_not_wait_is_noticed(config: Config) -> None:
+    replaced = NOBODY_WAITS.replaced()
+    with pytest.raises(EmulatorError, match=NOBODY_WAITS.message):
+        GateUp(5, 64, 64).run(config, replaced=replaced)
+    with pytest.raises(EmulatorError, match=NOBODY_WAITS.message):
+        run_down(config, 5, replaced)
+
+
+def test_a_sum_that_does_not_wait_is_noticed() -> None:
+    positions = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(EmulatorError, match=NOBODY_WAITS.message):
+        layer.combine(cases.real_x(1, 64), positions, None, 2, replaced=NOBODY_WAITS.replaced())
+
+
+def test_a_block_without_work_waits_too() -> None:
+    """Else the kernel after this one could begin while the one before still runs."""
+    fault = A_BLOCK_WITHOUT_WORK_ENDS
+    run_down(DECODE, 1, {})
+    with pytest.raises(EmulatorError, match=fault.message):
+        run_down(DECODE, 1, fault.replaced())

@@ -25,7 +25,7 @@ from chord.routing import Contiguous, Indexed, Masked
 from chord.weights.packed import PackedExperts
 
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
-INPUT, OUTPUT, PARTIAL, FLAGS = range(4)
+INPUT, OUTPUT, PARTIAL, FLAGS, AWAITED = range(5)
 _ERROR_BYTES = 1 << 20
 _GUARD_BYTES = 64 << 20
 _FLAGS_PER_BLOCK = 8  # one a multiplying warp

@@ -38,10 +38,15 @@ class Combine {
     const int token = ptx::block_idx() / parts(p.n);
     const int feature = 8 * (ptx::block_idx() % parts(p.n) * kThreads + ptx::thread_idx());
     float sums[8] = {};
+    // Where the first rows are is known before down has ended; the routing is older.
+    Slots slots = load_slots(token, 0);
     ptx::wait_for_kernel_before();
     if (feature >= p.n) return;
+    add_slots(sums, slots, feature);
 #pragma unroll 1
-    for (int slot = 0; slot < p.top_k; slot += kSlots) add_slots(sums, token, slot, feature);
+    for (int first = kSlots; first < p.top_k; first += kSlots) {
+      add_slots(sums, load_slots(token, first), feature);
+    }
     const U32x4 piece = {ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
                          ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])};
     ptx::store_global_x4(static_cast<char*>(p.out) + offset(token, feature), piece);
@@ -50,32 +55,44 @@ class Combine {
  private:
   static constexpr int kSlots = 8;  // rows that are on their way at a time
 
+  struct Slots {
+    int position[kSlots];  // -1 for none
+    float weight[kSlots];
+  };
+
   i64 offset(int row, int feature) const { return (static_cast<i64>(row) * p.n + feature) * 2; }
 
-  void add_slots(float (&sums)[8], int token, int first, int feature) const {
-    const i64 first_route = static_cast<i64>(token) * p.top_k + first;
-    U32x4 pieces[kSlots];
-    float weights[kSlots];
+  Slots load_slots(int token, int first) const {
+    const i64 route = static_cast<i64>(token) * p.top_k + first;
+    Slots slots;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      const int position =
-          first + i < p.top_k ? ptx::load_written(p.positions + first_route + i) : -1;
+      const bool exists = first + i < p.top_k;
+      slots.position[i] = exists ? ptx::load_written(p.positions + route + i) : -1;
+      slots.weight[i] = exists && p.weights.exist() ? p.weights.load(route + i) : 1.f;
+    }
+    return slots;
+  }
+
+  void add_slots(float (&sums)[8], const Slots& slots, int feature) const {
+    U32x4 pieces[kSlots];
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
       pieces[i] = {0, 0, 0, 0};
-      weights[i] = 0.f;
-      if (position < 0) continue;
-      const char* row = static_cast<const char*>(p.rows) + offset(position, feature);
+      if (slots.position[i] < 0) continue;
+      const char* row = static_cast<const char*>(p.rows) + offset(slots.position[i], feature);
       pieces[i] = ptx::load_written_once_x4(row);
-      weights[i] = p.weights.exist() ? p.weights.load(first_route + i) : 1.f;
     }
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
+      if (slots.position[i] < 0) continue;
       const u32 words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const float low = __builtin_bit_cast(float, words[word] << 16);
         const float high = __builtin_bit_cast(float, words[word] & 0xffff0000u);
-        sums[2 * word] += weights[i] * low;
-        sums[2 * word + 1] += weights[i] * high;
+        sums[2 * word] += slots.weight[i] * low;
+        sums[2 * word + 1] += slots.weight[i] * high;
       }
     }
   }

@@ -120,13 +120,14 @@ class Route {
   }
 
   void clear_counters() const {
-    for (int at = 4 * ptx::thread_idx(); at < kWarps * kMaxExperts; at += 4 * kThreads) {
-      ptx::store_shared_x4(base + 4 * at, {0, 0, 0, 0});
+#pragma unroll 1
+    for (int expert = 4 * lane; expert < p.num_experts; expert += 4 * 32) {
+      ptx::store_shared_x4(counter(warp, expert), {0, 0, 0, 0});
     }
-    ptx::sync_block();
+    ptx::sync_warp();
   }
 
-  // Adds routes to the warp's counters.
+  // Adds routes to the warp's counters, which are its own.
   void count(int begin, int end, int stride) const {
     for_each_route(begin, end, stride, [&](int, int expert) {
       const u32 same = ptx::match(expert);

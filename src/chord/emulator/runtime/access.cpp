@@ -114,6 +114,11 @@ void check_input(const void* address, std::uint64_t bytes, std::uint64_t alignme
   std::string why;
   const Region* region = launch->global->find(address, bytes, alignment, &why);
   if (region == nullptr) fail(where, std::string(action) + " " + why);
+  if (region->use == Use::kAwaited) {
+    if (self->has_awaited) return;
+    fail(where, std::string(action) + " " + region->name +
+                    ", which the kernel before may still write, without having waited for it");
+  }
   if (region->use != Use::kInput) {
     fail(where, std::string(action) + " " + region->name +
                     ", which the launch writes; this load is for what nobody writes");

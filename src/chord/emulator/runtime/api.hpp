@@ -21,6 +21,7 @@ int shuffle(int value, int source_lane, Where where);
 int shuffle_up(int value, int delta, Where where);
 std::uint32_t match(int value, Where where);
 void fence_proxy_async(Where where);
+void wait_for_kernel_before();
 void set_registers(int registers, bool raise, Where where);
 void trap(Where where);
 

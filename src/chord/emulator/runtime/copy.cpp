@@ -111,6 +111,9 @@ void mbarrier_arrive_after_cp_async(std::uint32_t address, Where where) {
 // Shared memory goes to another block as soon as this one has ended.
 void check_block_end(Block& block) {
   const Where where = Where::current();
+  if (!block.has_awaited && launch->global->has(Use::kAwaited)) {
+    fail(where, "is the last of its block, and nobody of it has waited for the kernel before");
+  }
   for (const Mbarrier& barrier : block.mbarriers) {
     if (barrier.bytes_phase > barrier.observed_phase) {
       fail(where,

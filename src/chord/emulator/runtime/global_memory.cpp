@@ -27,6 +27,13 @@ Region* GlobalMemory::find(const void* address, std::uint64_t bytes, std::uint64
   return nullptr;
 }
 
+bool GlobalMemory::has(Use use) const {
+  for (const Region& region : regions_) {
+    if (region.use == use) return true;
+  }
+  return false;
+}
+
 // The nearest tensor with the distance from its start.
 std::string GlobalMemory::name_of(const void* address) const {
   const auto* at = static_cast<const unsigned char*>(address);

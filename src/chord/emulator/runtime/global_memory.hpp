@@ -13,8 +13,9 @@
 namespace chord::emulator {
 
 // kInput is only read, kOutput written at most once a byte, kPartial written and read by blocks
-// that hand it over, kFlags written with release and read with acquire.
-enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kFlags = 3 };
+// that hand it over, kFlags written with release and read with acquire. kAwaited is what the kernel
+// before this one writes: an input, for threads that have waited for that kernel.
+enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kFlags = 3, kAwaited = 4 };
 
 struct GlobalEpoch {
   int block = -1;
@@ -49,6 +50,7 @@ class GlobalMemory {
   // The tensor that holds [address, address + bytes), or null; then `why` says what is wrong.
   Region* find(const void* address, std::uint64_t bytes, std::uint64_t alignment, std::string* why);
   std::string name_of(const void* address) const;
+  bool has(Use use) const;
   std::vector<Region>& regions() { return regions_; }
 
  private:

@@ -61,6 +61,7 @@ struct Thread {
   std::vector<HeldRegisters> held;
   std::vector<FencedRegisters> fenced;
   bool has_fenced = false;
+  bool has_awaited = false;  // the kernel before this one
   Fiber fiber;
 
   Clock clock() const { return knowledge.seen[index]; }
@@ -160,6 +161,7 @@ struct Block {
   int copies_in_flight = 0;
   int alive = 0;
   int free_registers = 0;
+  bool has_awaited = false;
 };
 
 inline Thread& lane_of(Warp& warp, int lane) {

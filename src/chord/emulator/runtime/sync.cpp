@@ -160,6 +160,11 @@ void fence_proxy_async(Where) {
   self->knowledge.async = self->knowledge.seen;
 }
 
+void wait_for_kernel_before() {
+  touch();
+  self->has_awaited = self->block->has_awaited = true;
+}
+
 void set_registers(int registers, bool raise, Where where) {
   Warp& warp = *self->warp;
   if (raise ? registers < warp.registers && warp.arrived == 0 : registers > warp.registers) {

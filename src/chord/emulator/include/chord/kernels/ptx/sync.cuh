@@ -50,9 +50,9 @@ inline void fence_proxy_async(emulator::Where where = emulator::Where::current()
   emulator::fence_proxy_async(where);
 }
 
-// A launch of the emulator begins when all before it have ended.
-inline void wait_for_kernel_before() {}
+inline void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
 
+// A launch of the emulator is alone.
 inline void let_kernel_after_begin() {}
 
 template <int kRegisters>
