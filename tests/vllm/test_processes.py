@@ -41,7 +41,7 @@ def test_the_installed_entry_point_registers_and_touches_no_gpu() -> None:
         "    config = get_quantization_config(name)\n"
         "    assert config.__module__ == 'chord.integrations.vllm.config', (name, config)\n"
         "assert not torch.cuda.is_initialized(), 'the plugin initialised CUDA'\n"
-        "late = {'cuda.core', 'matplotlib', 'typer', 'humming'} & set(sys.modules)\n"
+        "late = {'cuda.core', 'matplotlib', 'typer'} & set(sys.modules)\n"
         "assert not late, f'the plugin imported {late}'\n"
     )
 
