@@ -5,7 +5,8 @@
 `agree`: a small model of the Kimi K2 architecture with a real INT4 checkpoint, served in every way
 that ends in Chord, by Marlin and by Humming; words and logprobs compared; sleep and reload.
 `speed`: what one rank of TP8 computes of Kimi K2 (dummy weights, 12 expert layers), Chord and stock
-vLLM in turn, in one run. Both write into one record, `FOLDER/DATE-CARD-vllm.json`.
+vLLM in turn, in one run. Both write into one record, `FOLDER/DATE-CARD-vllm.json`; one alone into
+`FOLDER/DATE-CARD-vllm-PART.json`.
 
 vLLM 0.33 and Chord must be installed; for the stock side also humming-kernels.
 """
@@ -259,7 +260,9 @@ def main() -> None:
         "versions": versions,
         "kernel_digest": machine.kernel_digest(),
     }
-    stem = f"{record['date']}-{records.card_slug(card)}-vllm"
+    stem = "-".join(
+        [record["date"], records.card_slug(card), "vllm", *filter(None, [options.only])]
+    )
     failed = False
     for name, part in (("agree", agree), ("speed", speed)):
         if options.only not in (None, name):
