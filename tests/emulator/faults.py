@@ -143,9 +143,9 @@ BOTH = (
     Fault(
         "misaligned bulk copy",
         "ptx/copy.cuh",
-        "inline void bulk_load_stream(SmemAddress target, const void* source, int bytes,"
+        "inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,"
         " SmemAddress barrier, emulator::Where where = emulator::Where::current()) {",
-        "inline void bulk_load_stream(SmemAddress target, const void* source, int bytes,"
+        "inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,"
         " SmemAddress barrier, emulator::Where where = emulator::Where::current()) { target += 8;",
         "copies to shared .* not a multiple of 16",
     ),

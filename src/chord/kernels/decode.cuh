@@ -2,8 +2,8 @@
 //
 // Roles      kConfig.warps multiplying warps, warp_features features each; one warp loads weights,
 //            one rows of x.
-// Ring       full[s]: 33 arrivals, the weight loader's 32 lanes (each releases the notes it wrote)
-//            and lane 0 of x's loader, + the bytes of weights and rows of x. empty[s]:
+// Ring       full[s]: 33 arrivals, lane 0 of the weight loader and the 32 lanes of x's loader (each
+//            releases the notes it wrote), + the bytes of weights and rows of x. empty[s]:
 //            kConfig.warps arrivals, one a multiplying warp.
 // Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile
 //            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
@@ -11,8 +11,8 @@
 //            chunk; the others work on theirs first of all and leave partial sums in `partial`, so
 //            the finisher, which comes to it last of all, finds them. It adds them in the order of
 //            K: same bits every run.
-// Timeline   weights: wait empty | note rows and width, announce bytes | one bulk copy a stripe
-//            x:       wait empty | announce bytes | one bulk copy a row
+// Timeline   weights: wait empty | announce bytes | one bulk copy a stripe
+//            x:       wait empty | note rows and width, announce bytes | one bulk copy a row
 //            warps:   wait full | dequantise, multiply | arrive empty | after a tile: store it
 //
 // Tried for x (H200, EP8 gate_up, 30 tokens): one warp that loads weights and rows 216 us, a second
@@ -76,7 +76,6 @@ class Decode {
 
   // Rows of one tile as the lanes hold them: token lane + 32 i in element i, -1 for none.
   struct Rows {
-    int expert;
     int output_row[kRowsPerLane];
     int input_row[kRowsPerLane];
     int width;  // tokens to multiply: a multiple of 8
@@ -105,8 +104,10 @@ class Decode {
     if (begin == end) return await<Addressing, Awaits::kRows>();
     if (warp < kConfig.warps) {
       multiply(begin, end);
+    } else if (warp == kConfig.warps) {
+      load_all_weights(begin, end);
     } else {
-      load(begin, end);
+      load_all_x(begin, end);
     }
   }
 
@@ -149,7 +150,6 @@ class Decode {
     const int begin = segment.row_begin + (row_tile - segment.first_tile) * rows_per_tile;
     const int end = min_of(begin + rows_per_tile, segment.row_end);
     Rows rows;
-    rows.expert = segment.expert;
     int used = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
@@ -163,49 +163,50 @@ class Decode {
     return rows;
   }
 
-  // ---- Loading warps.
-  __forceinline__ void load(i64 begin, i64 end) {
-    const bool loads_weights = warp == kConfig.warps;
-    if (!loads_weights) await<Addressing, Awaits::kRows>();
+  // ---- Loading warps. Weights do not wait until it is known whose rows they are for.
+  __forceinline__ void load_all_weights(i64 begin, i64 end) {
+    RingPosition<kConfig.stages> at;
+    Cursor cursor = cursor_at(begin);
+    int expert = table.find(cursor.row_tile).expert;
+    for (i64 chunk = begin; chunk < end; ++chunk) {
+      ring.wait_empty(at);
+      load_weights(at.stage, cursor, expert);
+      at.advance();
+      const bool tile_done = ++cursor.k_chunk == k_chunks();
+      if (tile_done && next_tile(cursor) && chunk + 1 < end) {
+        expert = table.find(cursor.row_tile).expert;
+      }
+    }
+  }
+
+  __forceinline__ void load_all_x(i64 begin, i64 end) {
+    await<Addressing, Awaits::kRows>();
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     Rows rows = load_rows(cursor.row_tile);
     for (i64 chunk = begin; chunk < end; ++chunk) {
       ring.wait_empty(at);
-      if (loads_weights) {
-        load_weights(at.stage, cursor, rows);
-      } else {
-        load_x(at.stage, cursor, rows);
-      }
+      load_x(at.stage, cursor, rows);
       at.advance();
       const bool tile_done = ++cursor.k_chunk == k_chunks();
       if (tile_done && next_tile(cursor) && chunk + 1 < end) rows = load_rows(cursor.row_tile);
     }
   }
 
-  void load_weights(int stage, const Cursor& cursor, const Rows& rows) {
+  void load_weights(int stage, const Cursor& cursor, int expert) {
     const int units = chunk_units(cursor.k_chunk);
     const int first_stripe = cursor.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(cursor.feature_tile);
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int token = lane + 32 * i;
-      if (token < kConfig.max_tokens) ptx::store_shared(row_note(stage, token), rows.output_row[i]);
-    }
     const SmemAddress full = ring.full(stage);
-    if (lane == 0) {
-      ptx::store_shared(width_note(stage), rows.width);
-      ptx::mbarrier_arrive_expect_bytes(full, num_stripes * units * kUnitBytes);
-    } else {
-      ptx::mbarrier_arrive(full);
-    }
+    if (lane == 0) ptx::mbarrier_arrive_expect_bytes(full, num_stripes * units * kUnitBytes);
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane < num_stripes) {
-      const i64 source = unit_offset(rows.expert, first_stripe + lane,
-                                     cursor.k_chunk * kConfig.units(), stripes(), k_units());
-      ptx::bulk_load_stream(weight_stage(stage) + lane * kConfig.units() * kUnitBytes,
-                            static_cast<const char*>(p.weight) + source, units * kUnitBytes, full);
+      const i64 source = unit_offset(expert, first_stripe + lane, cursor.k_chunk * kConfig.units(),
+                                     stripes(), k_units());
+      ptx::bulk_load_evict_unchanged(weight_stage(stage) + lane * kConfig.units() * kUnitBytes,
+                                     static_cast<const char*>(p.weight) + source,
+                                     units * kUnitBytes, full);
     }
   }
 
@@ -217,8 +218,18 @@ class Decode {
     for (int i = 0; i < kRowsPerLane; ++i) {
       num_rows += ptx::count_bits(ptx::ballot(rows.input_row[i] >= 0));
     }
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int token = lane + 32 * i;
+      if (token < kConfig.max_tokens) ptx::store_shared(row_note(stage, token), rows.output_row[i]);
+    }
     const SmemAddress full = ring.full(stage);
-    if (lane == 0) ptx::mbarrier_arrive_expect_bytes(full, num_rows * row_bytes);
+    if (lane == 0) {
+      ptx::store_shared(width_note(stage), rows.width);
+      ptx::mbarrier_arrive_expect_bytes(full, num_rows * row_bytes);
+    } else {
+      ptx::mbarrier_arrive(full);
+    }
     ptx::sync_warp();
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {

@@ -3,9 +3,9 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp
-//            (each lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8
-//            arrivals, one a multiplying warp.
+// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp (each
+//            lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8 arrivals, one
+//            a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -53,8 +53,6 @@ class Prefill {
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
-  // Rows whose place in x a thread keeps in a register; more would spill.
-  static constexpr int kHeldRows = min_of(kPasses, kConfig.block_m > 128 ? 8 : kPasses);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
   static constexpr int kLoaderBarrier = 1;
@@ -154,10 +152,11 @@ class Prefill {
     RingPosition<kConfig.stages> at;
     for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(smem.next_run)) {
       Tile tile = tile_at(index);
-      u32 x_row[kHeldRows];
+      u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
       const int run_end = min_of(tile.feature_tile + run_length(), feature_tiles());
       for (; tile.feature_tile < run_end; ++tile.feature_tile) {
+        const char* x = static_cast<const char*>(p.x);
         for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
           ring.wait_empty(at);
           if (thread < 32) {
@@ -165,7 +164,8 @@ class Prefill {
             load_weights(at.stage, tile, k_stage, width);
           }
           if (k_stage == 0) await<Addressing, Awaits::kRows>();
-          load_x(at.stage, x_row, k_stage, width);
+          load_x<kPasses>(at.stage, x, x_row, k_stage, width);
+          x += 2 * kConfig.block_k;
           ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
           at.advance();
         }
@@ -192,11 +192,11 @@ class Prefill {
   u32* next_run() const { return p.flags; }
   u32* blocks_done() const { return p.flags + 1; }
 
-  // Finds where in x the rows begin that this thread copies a part of, in 16-byte steps (x has at
-  // most 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
-  // condition is two instructions. Leaves the tile's output rows (-1 for none) in the row table and
+  // Finds where in x the pieces lie that this thread copies, in 16-byte steps (x has at most
+  // 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
+  // condition is cheaper. Leaves the tile's output rows (-1 for none) in the row table and
   // returns the width that the tile is multiplied at.
-  int find_rows(u32 (&x_row)[kHeldRows], const Tile& tile) const {
+  int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
     // All have read the number of this run and noted the rows of the last one.
     ptx::sync_named(kLoaderBarrier, kLoaders);
     // Ask for the next run now, so that the answer is there in time.
@@ -215,7 +215,10 @@ class Prefill {
     }
     ptx::sync_named(kLoaderBarrier, kLoaders);
 #pragma unroll
-    for (int pass = 0; pass < kHeldRows; ++pass) x_row[pass] = x_row_of(pass);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int token = min_of(thread / 8 + pass * kRowsPerPass, kConfig.block_m - 1);
+      x_row[pass] = ptx::load_shared(smem.x_rows + 4 * token) + thread % 8;
+    }
     int used = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
@@ -224,11 +227,6 @@ class Prefill {
       if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
     }
     return kConfig.min_width + round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
-  }
-
-  u32 x_row_of(int pass) const {
-    const int token = min_of(thread / 8 + pass * kRowsPerPass, kConfig.block_m - 1);
-    return ptx::load_shared(smem.x_rows + 4 * token);
   }
 
   int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
@@ -257,29 +255,47 @@ class Prefill {
     if (lane() < num_stripes) {
       const i64 source = unit_offset(ptx::opaque(tile.expert), first_stripe + lane(),
                                      k_stage * kConfig.units(), stripes(), k_units());
-      ptx::bulk_load_stream(weight_stage(stage) + lane() * kConfig.units() * kUnitBytes,
-                            static_cast<const char*>(p.weight) + source, units * kUnitBytes,
-                            ring.full(stage));
+      const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
+      const char* weight = static_cast<const char*>(p.weight) + source;
+      ptx::bulk_load_evict_unchanged(target, weight, units * kUnitBytes, ring.full(stage));
     }
   }
 
-  void load_x(int stage, const u32 (&x_row)[kHeldRows], int k_stage, int width) {
+  // Copies the thread's part of the tile's rows; `x` is where K of the stage begins in row 0. The
+  // number of passes is made a constant: then a row costs an address and a copy a unit.
+  template <int kCount>
+  __forceinline__ void load_x(int stage, const char* x, const u32 (&x_row)[kPasses], int k_stage,
+                              int width) const {
+    if constexpr (kCount > 1) {
+      if (width <= (kCount - 1) * kRowsPerPass) {
+        return load_x<kCount - 1>(stage, x, x_row, k_stage, width);
+      }
+    }
     const int chunk = thread % 8;
-    const SmemAddress first_target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
+    const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
+    if ((k_stage + 1) * kConfig.block_k > p.k) {
+      // K mod 64 = 32: the last unit's second half is zero; units behind K are not multiplied.
+#pragma unroll 1
+      for (int unit = 0; unit < stage_units(k_stage); ++unit) {
+        const bool exists = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk < p.k;
 #pragma unroll
-    for (int unit = 0; unit < kConfig.units(); ++unit) {
-      const int k = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk;
-      // K mod 64 = 32: the last unit's second half is zero; a unit behind K is not multiplied.
-      const bool exists = k < p.k;
-      const char* source = static_cast<const char*>(p.x) + (exists ? 2 * k : 0);
+        for (int pass = 0; pass < kCount; ++pass) {
+          // Rows 16 apart share their place in the swizzle.
+          if (pass == kCount - 1 && thread / 8 + pass * kRowsPerPass >= width) break;
+          const char* source = x + 16 * static_cast<u64>(x_row[pass]);
+          ptx::cp_async_or_zero(target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128,
+                                exists ? source + unit * 2 * kUnitK : source, exists);
+        }
+      }
+    } else {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        // Rows 16 apart share their place in the swizzle.
-        const SmemAddress target =
-            first_target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128;
-        if (pass * kRowsPerPass < width && thread / 8 + pass * kRowsPerPass < kConfig.block_m) {
-          const u32 row = pass < kHeldRows ? x_row[pass] : x_row_of(pass);
-          ptx::cp_async_or_zero(target, source + 16 * static_cast<u64>(row), exists);
+      for (int pass = 0; pass < kCount; ++pass) {
+        if (pass == kCount - 1 && thread / 8 + pass * kRowsPerPass >= width) break;
+        const char* source = x + 16 * static_cast<u64>(x_row[pass]);
+#pragma unroll
+        for (int unit = 0; unit < kConfig.units(); ++unit) {
+          ptx::cp_async(target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128,
+                        source + unit * 2 * kUnitK);
         }
       }
     }

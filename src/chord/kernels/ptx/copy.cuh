@@ -5,14 +5,15 @@
 
 namespace chord::ptx {
 
-// Bulk copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) for data that is read
-// once: weights leave L2 first. Completion is counted in bytes on `barrier`.
-__forceinline__ void bulk_load_stream(SmemAddress target, const void* source, int bytes,
-                                      SmemAddress barrier) {
+// Bulk copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) for a long stream that is
+// read once or twice: it changes no line's turn to leave L2. Completion is counted in bytes on
+// `barrier`.
+__forceinline__ void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,
+                                               SmemAddress barrier) {
   asm volatile(
       "{\n"
       ".reg .b64 policy;\n"
-      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "createpolicy.fractional.L2::evict_unchanged.b64 policy, 1.0;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], policy;\n"
       "}\n" ::"r"(target),
@@ -30,7 +31,12 @@ __forceinline__ void bulk_load(SmemAddress target, const void* source, int bytes
       : "memory");
 }
 
-// Copies 16 bytes through L2; with `valid` false it reads nothing and writes 16 zero bytes.
+// Copies 16 bytes through L2.
+__forceinline__ void cp_async(SmemAddress target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+// The same; with `valid` false it reads nothing and writes 16 zero bytes.
 __forceinline__ void cp_async_or_zero(SmemAddress target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(valid ? 16 : 0)

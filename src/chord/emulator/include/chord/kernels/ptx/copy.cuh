@@ -8,14 +8,20 @@
 
 namespace chord::ptx {
 
-inline void bulk_load_stream(SmemAddress target, const void* source, int bytes, SmemAddress barrier,
-                             emulator::Where where = emulator::Where::current()) {
+inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,
+                                      SmemAddress barrier,
+                                      emulator::Where where = emulator::Where::current()) {
   emulator::bulk_load(target, source, bytes, barrier, where);
 }
 
 inline void bulk_load(SmemAddress target, const void* source, int bytes, SmemAddress barrier,
                       emulator::Where where = emulator::Where::current()) {
   emulator::bulk_load(target, source, bytes, barrier, where);
+}
+
+inline void cp_async(SmemAddress target, const void* source,
+                     emulator::Where where = emulator::Where::current()) {
+  emulator::cp_async(target, source, true, where);
 }
 
 inline void cp_async_or_zero(SmemAddress target, const void* source, bool valid,
