@@ -17,6 +17,7 @@ from pathlib import Path
 from chord.bench.cliffs import find_cliffs, is_sweep
 from chord.bench.records import Record, Row, newest
 from chord.bench.scenarios import LAYER
+from chord.timing import IN_TURNS
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -63,7 +64,17 @@ that only moves the bytes, or the rate of a dense BF16 matmul of the same size i
 whichever is longer (`chord bench` prints the formula). humming is humming-kernels{version} with its
 own choice of tiles, torch is `torch._grouped_mm` with BF16 weights, what a model pays that was not
 quantised; both in the same run. Nothing is measured on Blackwell yet.
+
+`chord bench` and `chord tune` measure in turns: every round calls each contestant of a row once
+(Chord, the peers and the dense matmul; for the tuner all candidates), in an order that rotates from
+round to round, and the median is over rounds. A card changes its speed with power and heat while it
+works, and all contestants are to meet the same. `timer` in each record says how it was measured.
 """
+IN_BLOCKS = (
+    "Measured in blocks, not in turns: all calls of one contestant, then all of the next, so that",
+    "ratios also hold what the card did in between.",
+    "",
+)
 
 
 LAYER_WORDS = (
@@ -129,6 +140,8 @@ def section(record: Record) -> Iterator[str]:
     yield ""
     yield f"<!-- records: {record.file_stem} -->"
     yield ""
+    if IN_TURNS not in record.timer:
+        yield from IN_BLOCKS
     if is_sweep(record):
         found = find_cliffs(record)
         yield f"{len(record.rows)} counts, each about 8 % above the one before. Places where more"

@@ -2,15 +2,18 @@
 
 Used by the tuner, the command line and the benchmarks, so that every time Chord prints means the
 same. What is timed, and on which inputs, is the caller's.
+
+Times that are compared are taken in turns: power limit and heat change the speed of a card while
+it works, so that calls measured one after another are not measured under the same conditions.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -21,21 +24,31 @@ FLUSH_BYTES = 256 * 1024 * 1024
 
 WARMUP_MS = 25.0
 REPEAT_MS = 100.0
-_ESTIMATE_CALLS = 5
+MIN_ROUNDS, MAX_ROUNDS = 12, 60
+"""Timed calls of each contestant: enough for a median, and no more than it takes."""
+
+IN_TURNS = "in turns"
+"""The words of `method` by which a record shows that its times were taken so."""
+
+_ESTIMATE_ROUNDS = 3
 
 Call = Callable[[], object]
+Name = TypeVar("Name")
 
 
 def method(repeat_ms: float = REPEAT_MS, warmup_ms: float = WARMUP_MS) -> str:
-    """Say in words how `measure` times with a cold L2, for records.
+    """Say in words how `measure_in_turns` times, for records.
 
     Args:
-        repeat_ms: Time spent on timed calls.
+        repeat_ms: Time spent on timed calls of each contestant, within the limits of rounds.
         warmup_ms: Time spent on calls before them.
     """
     return (
-        f"CUDA events around single calls, median over about {repeat_ms:g} ms of calls after "
-        f"{warmup_ms:g} ms of warm-up, cold L2 ({FLUSH_BYTES >> 20} MiB written before each call)"
+        f"CUDA events around single calls {IN_TURNS}: each round calls every contestant of a row "
+        f"once, in rotated order; median over {MIN_ROUNDS} to {MAX_ROUNDS} rounds, as many as "
+        f"{repeat_ms:g} ms a contestant allow, after up to {MAX_ROUNDS} rounds of warm-up "
+        f"({warmup_ms:g} ms a contestant); cold L2 ({FLUSH_BYTES >> 20} MiB written before each "
+        f"call)"
     )
 
 
@@ -49,9 +62,8 @@ class Timing:
         p90_us: 90th percentile.
         num_calls: Timed calls.
         num_warmup: Calls made before the first timed one.
-        num_inputs: Input sets the calls rotated over.
         flush_bytes: Bytes written before each timed call to empty the L2; 0 means a warm L2.
-        graph: Whether each call was the replay of a CUDA graph.
+        num_contestants: Calls that took turns, this one included.
     """
 
     median_us: float
@@ -59,26 +71,26 @@ class Timing:
     p90_us: float
     num_calls: int
     num_warmup: int
-    num_inputs: int
     flush_bytes: int
-    graph: bool
+    num_contestants: int = 1
 
     def describe(self) -> str:
         """Say in one line how the times were taken.
 
         Returns:
-            A sentence without the times themselves: calls, L2 state, inputs, graph.
+            A sentence without the times themselves: calls, L2 state, turns.
         """
         l2 = f"cold L2 ({self.flush_bytes >> 20} MiB written before each)"
+        others = self.num_contestants - 1
         return (
             f"CUDA events, median of {self.num_calls} calls after {self.num_warmup}, "
-            f"{l2 if self.flush_bytes else 'warm L2'}, {self.num_inputs} input set(s)"
-            f"{', CUDA graph' if self.graph else ''}"
+            f"{l2 if self.flush_bytes else 'warm L2'}"
+            f"{f', {IN_TURNS} with {others} other(s)' if others else ''}"
         )
 
 
 class Clock(Protocol):
-    """What `measure` needs from a device: an L2 flush and the times of single calls."""
+    """What `measure_in_turns` needs from a device: an L2 flush and the times of single calls."""
 
     def flush(self) -> None:
         """Empty the caches, in stream order, outside the timed interval."""
@@ -132,41 +144,61 @@ class CudaClock:
         return times
 
 
-def measure(
-    calls: Call | Sequence[Call],
+class GraphCall:
+    """A call captured in a CUDA graph: calling this replays it.
+
+    It keeps the captured call, and with it the tensors that the graph reads and writes.
+
+    Args:
+        call: Launches on the current stream alone; made once before the capture, to warm it up.
+    """
+
+    def __init__(self, call: Call) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        self._call = call
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            call()
+
+    def __call__(self) -> None:
+        """Replay the graph once."""
+        self._graph.replay()
+
+
+def measure_in_turns(
+    calls: Mapping[Name, Call],
     *,
     warmup_ms: float = WARMUP_MS,
     repeat_ms: float = REPEAT_MS,
     flush_bytes: int = FLUSH_BYTES,
-    graph: bool = False,
     clock: Clock | None = None,
-) -> Timing:
-    """Time one call with a cold L2, as `triton.testing.do_bench` does.
+) -> dict[Name, Timing]:
+    """Time several calls side by side: each round makes every call once, each with a cold L2.
 
-    Each timed call is enclosed by its own event pair; a buffer larger than the L2 is written just
-    before it. Several calls (the same work on different inputs) are rotated over.
+    So all of them see the card as hot and as fast as it is at that time. The order rotates from
+    round to round. Each timed call is enclosed by its own event pair; a buffer larger than the L2
+    is written just before it. The number of rounds is the same for all, from MIN_ROUNDS to
+    MAX_ROUNDS, and follows from the time of a whole round.
 
     Args:
-        calls: One function without arguments, or several to rotate over.
-        warmup_ms: Time to spend on warm-up calls.
-        repeat_ms: Time to spend on timed calls; at least one is made, and each input once.
+        calls: A function without arguments for each contestant.
+        warmup_ms: Time to spend on warm-up calls, times the number of contestants.
+        repeat_ms: Time to spend on timed calls, times the number of contestants.
         flush_bytes: Size of the flush buffer; 0 leaves the L2 warm.
-        graph: Capture each call in a CUDA graph and time its replay.
         clock: Another clock than CUDA events; for tests.
 
     Returns:
-        Median, spread and how they were taken.
+        Median, spread and how they were taken, for each contestant.
 
     Raises:
         InputError: No call was given, or a negative duration or size.
         UnsupportedError: There is no GPU.
-
-    Example:
-        >>> timing = measure(lambda: x @ w)        # doctest: +SKIP
-        >>> print(timing.median_us, timing.describe())  # doctest: +SKIP
     """
-    rotation = [calls] if callable(calls) else list(calls)
-    if not rotation:
+    if not calls:
         raise InputError("calls is empty; give at least one function to time")
     if min(warmup_ms, repeat_ms, flush_bytes) < 0:
         raise InputError(
@@ -174,26 +206,63 @@ def measure(
             "be negative"
         )
     clock = clock or CudaClock(flush_bytes)
-    if graph:
-        rotation = [_capture(call) for call in rotation]
-    for call in rotation:
+    contestants = list(calls.values())
+    for call in contestants:
         call()
-    estimate_us = statistics.mean(_time_calls(clock, rotation, _ESTIMATE_CALLS, flush_bytes > 0))
-    num_warmup = max(1, int(warmup_ms * 1e3 / max(estimate_us, 0.1)))
-    num_calls = max(len(rotation), int(repeat_ms * 1e3 / max(estimate_us, 0.1)))
-    for index in range(num_warmup):
-        rotation[index % len(rotation)]()
-    times = sorted(_time_calls(clock, rotation, num_calls, flush_bytes > 0))
-    return Timing(
-        median_us=statistics.median(times),
-        p10_us=_quantile(times, 0.1),
-        p90_us=_quantile(times, 0.9),
-        num_calls=num_calls,
-        num_warmup=num_warmup + len(rotation) + _ESTIMATE_CALLS,
-        num_inputs=len(rotation),
+    cold = flush_bytes > 0
+    estimates = _time_rounds(clock, contestants, _ESTIMATE_ROUNDS, cold)
+    mean_us = max(statistics.mean(statistics.median(times) for times in estimates), 0.1)
+    num_warmup = min(max(1, int(warmup_ms * 1e3 / mean_us)), MAX_ROUNDS)
+    num_rounds = min(max(MIN_ROUNDS, int(repeat_ms * 1e3 / mean_us)), MAX_ROUNDS)
+    # Without a pause between warm-up and the rest, in which the card would cool down.
+    times = _time_rounds(clock, contestants, num_warmup + num_rounds, cold)
+    return {
+        name: _summarise(
+            sorted(one[num_warmup:]),
+            1 + _ESTIMATE_ROUNDS + num_warmup,
+            flush_bytes,
+            len(contestants),
+        )
+        for name, one in zip(calls, times, strict=True)
+    }
+
+
+def measure(
+    call: Call,
+    *,
+    warmup_ms: float = WARMUP_MS,
+    repeat_ms: float = REPEAT_MS,
+    flush_bytes: int = FLUSH_BYTES,
+    clock: Clock | None = None,
+) -> Timing:
+    """Time one call alone; to compare it with another, take both to `measure_in_turns`.
+
+    Args:
+        call: A function without arguments.
+        warmup_ms: Time to spend on warm-up calls.
+        repeat_ms: Time to spend on timed calls, of which there are MIN_ROUNDS to MAX_ROUNDS.
+        flush_bytes: Size of the flush buffer; 0 leaves the L2 warm.
+        clock: Another clock than CUDA events; for tests.
+
+    Returns:
+        Median, spread and how they were taken.
+
+    Raises:
+        InputError: A negative duration or size.
+        UnsupportedError: There is no GPU.
+
+    Example:
+        >>> timing = measure(lambda: x @ w)        # doctest: +SKIP
+        >>> print(timing.median_us, timing.describe())  # doctest: +SKIP
+    """
+    (timing,) = measure_in_turns(
+        {"": call},
+        warmup_ms=warmup_ms,
+        repeat_ms=repeat_ms,
         flush_bytes=flush_bytes,
-        graph=graph,
-    )
+        clock=clock,
+    ).values()
+    return timing
 
 
 def measure_host_us(call: Call, *, num_calls: int = 200, num_warmup: int = 20) -> float:
@@ -223,26 +292,39 @@ def measure_host_us(call: Call, *, num_calls: int = 200, num_warmup: int = 20) -
     return statistics.median(times)
 
 
-def _time_calls(clock: Clock, rotation: list[Call], num_calls: int, cold: bool) -> list[float]:
-    for index in range(num_calls):
-        if cold:
-            clock.flush()
-        clock.start()
-        rotation[index % len(rotation)]()
-        clock.stop()
-    return clock.collect_us()
+def _time_rounds(
+    clock: Clock, calls: Sequence[Call], num_rounds: int, cold: bool
+) -> list[list[float]]:
+    """Return the times of each call, round by round."""
+    order = []
+    for number in range(num_rounds):
+        for place in range(len(calls)):
+            which = (number + place) % len(calls)
+            order.append(which)
+            if cold:
+                clock.flush()
+            clock.start()
+            calls[which]()
+            clock.stop()
+    times: list[list[float]] = [[] for _ in calls]
+    for which, us in zip(order, clock.collect_us(), strict=True):
+        times[which].append(us)
+    return times
 
 
-def _capture(call: Call) -> Call:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def _summarise(
+    times: list[float], num_warmup: int, flush_bytes: int, num_contestants: int
+) -> Timing:
+    """Summarise the sorted times of one call."""
+    return Timing(
+        median_us=statistics.median(times),
+        p10_us=_quantile(times, 0.1),
+        p90_us=_quantile(times, 0.9),
+        num_calls=len(times),
+        num_warmup=num_warmup,
+        flush_bytes=flush_bytes,
+        num_contestants=num_contestants,
+    )
 
 
 def _quantile(ordered: list[float], q: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -176,18 +177,28 @@ def test_uneven_counts_keep_the_sum(mean: int) -> None:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a suite run on CPU tensors: an H200's facts, and times that need no events."""
     from chord import timing
-    from chord.bench import machine, run
+    from chord.bench import layer, machine, run
     from chord.device import known
 
-    def measured(call: timing.Call, **options: float) -> timing.Timing:
-        call()
-        return timing.Timing(200.0, 199.0, 201.0, 1, 1, 1, timing.FLUSH_BYTES, False)
+    def measured(
+        calls: dict[str, timing.Call], *, warmup_ms: float, repeat_ms: float
+    ) -> dict[str, timing.Timing]:
+        """Return 200 us for Chord, 300 for cuBLAS, 400 for others, and make each call."""
+        for call in calls.values():
+            call()
+        assert "chord" in calls and floors.DENSE in calls, "a row is measured in one go"
+        us = {name: {"chord": 200.0, floors.DENSE: 300.0}.get(name, 400.0) for name in calls}
+        return {
+            name: timing.Timing(us[name], us[name], us[name], 1, 1, timing.FLUSH_BYTES, len(calls))
+            for name in calls
+        }
 
     monkeypatch.setattr(machine, "card", lambda: "NVIDIA H200")
-    monkeypatch.setattr(run, "facts_of", lambda index: known("h200"))
-    monkeypatch.setattr(run, "measure", measured)
-    monkeypatch.setattr(run, "measure_host_us", lambda call, **options: 10.0)
-    monkeypatch.setattr(floors, "dense_tflops", lambda num_rows, n, k, repeat_ms: 690.0)
+    for module in (run, layer):
+        monkeypatch.setattr(module, "facts_of", lambda index: known("h200"))
+        monkeypatch.setattr(module, "measure_in_turns", measured)
+        monkeypatch.setattr(module, "measure_host_us", lambda call, **options: 10.0)
+    monkeypatch.setattr(layer, "GraphCall", lambda call: call)
 
 
 TINY = scenarios.Suite(
@@ -206,6 +217,7 @@ TINY = scenarios.Suite(
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_suite_runs_and_every_row_is_checked() -> None:
+    from chord import timing
     from chord.bench.run import run_suite
 
     seen: list[int] = []
@@ -214,19 +226,66 @@ def test_a_suite_runs_and_every_row_is_checked() -> None:
     )
     assert seen == 2 * [16, 32, 3, 5, 2, 4, 6]
     assert record.file_stem.endswith("-h200-tiny")
+    assert timing.IN_TURNS in record.timer
     assert {"driver", "torch", "nvrtc", "chord"} <= set(record.versions)
     for row in record.rows:
         entry = row.entries["chord"]
         assert 1e-4 < entry.row_error < operands.ROW_ERROR_LIMIT
         assert entry.us == 200.0
+        assert set(row.entries) <= {"chord", "torch"}, "cuBLAS is the floor's"
+        assert row.dense_tflops == round(2 * row.routed * row.n * row.k / 300.0 / 1e6, 1)
         assert ("torch" in row.entries) == (row.series in ("contiguous", "masked"))
         if "torch" in row.entries:
+            assert row.entries["torch"].us == 400.0
             assert row.entries["torch"].row_error < 2 * operands.ROW_ERROR_LIMIT
         if row.series:
             assert (row.unit, row.routed) == ("rows per expert", 12 * row.tokens)
         else:
             assert "routing blocks of" in entry.choice
             assert (row.unit, row.routed) == ("tokens", row.tokens)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_layer_its_baseline_and_its_parts_are_measured_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import chord
+    from chord.bench import layer
+
+    class Baseline:
+        choice = "tiles"
+
+        def prepare_call(
+            self,
+            hidden: torch.Tensor,
+            weights: torch.Tensor,
+            ids: torch.Tensor,
+            out: torch.Tensor,
+        ) -> Callable[[], object]:
+            packed = bench._w13, bench._w2
+            return lambda: chord.fused_moe(hidden, *packed, weights, ids, out=out)
+
+    class Broken:
+        choice = ""
+
+        def prepare_call(self, *operands: torch.Tensor) -> Callable[[], object]:
+            raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(layer._Bench, "_choice", lambda self, ids: "configs")
+    suite = scenarios.Suite("t", 12, scenarios.layer(128, 64), (scenarios.Series((4,)),))
+    (only,) = scenarios.cases(suite, suite.projections[0])
+    bench = layer._Bench(suite, "cpu")
+    faults: list[str] = []
+    names = ["chord", "humming", "chord gate_up alone", "chord down alone"]
+    for baseline in (Baseline(), Broken()):
+        bench.humming = baseline  # type: ignore[assignment]
+        row = bench.run(only, floors.H200_MEMORY, faults.append)
+        shown = [name for name in names if name in row.entries]
+        assert list(row.entries) == [*shown, "top-k sum at memory speed"]
+        assert [row.entries[name].us for name in shown] == [200.0] + [400.0] * (len(shown) - 1)
+        assert 1e-4 < row.entries["chord"].row_error < layer.LAYER_ERROR_LIMIT
+        assert len(shown) == 4 - len(faults)
+    assert faults == ["humming: RuntimeError: no kernel for this"]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from chord import timing
 from chord.bench import chart, layer, records, scenarios
 from chord.errors import InputError
 
@@ -184,6 +185,9 @@ def test_tables_hold_every_row_and_pass_the_check(tmp_path: Path) -> None:
     page = module.performance(newest)
     assert page.count("| gate_up 20 | 160 | 174 | 190 | 1.09 | 230 | 1.21 |") == 2
     assert "### Masked" in page
+    assert page.count("Measured in blocks, not in turns") == 2
+    in_turns = [dataclasses.replace(record, timer=timing.method()) for record in newest]
+    assert "Measured in blocks" not in module.performance(in_turns)
     assert "projection, rows per expert" in page
     assert lines_without_record(page, tmp_path) == []
     marks = f"# Title\n{module.BEGIN}\nreplace me\n{module.END}\nrest\n"

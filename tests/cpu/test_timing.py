@@ -1,6 +1,8 @@
-"""The timer: order of flush and events, number of calls, rotation, spread; without a GPU."""
+"""The timer: order of flush, events and turns, number of rounds, spread; without a GPU."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -34,36 +36,102 @@ class FakeClock:
         return marked
 
 
+class FakeCard(FakeClock):
+    """A device on which each contestant takes its own time, and which slows down for a while.
+
+    Args:
+        times_us: Time of a call, by the contestant's name.
+        slow: Calls, counted from the first between events, that take twice as long.
+    """
+
+    def __init__(self, times_us: dict[str, float], slow: range = range(0)) -> None:
+        super().__init__([])
+        self.by_name = times_us
+        self.slow = slow
+        self.running = ""
+        self.order: list[str] = []
+
+    def contestants(self) -> dict[str, timing.Call]:
+        def call(name: str) -> None:
+            self.running = name
+
+        return {name: functools.partial(call, name) for name in self.by_name}
+
+    def stop(self) -> None:
+        factor = 2.0 if len(self.order) in self.slow else 1.0
+        self.order.append(self.running)
+        self.marked.append(factor * self.by_name[self.running])
+
+
 def test_each_timed_call_follows_its_own_flush() -> None:
     clock = FakeClock([1000.0])
-    timing.measure(lambda: clock.log.append("call"), repeat_ms=3, warmup_ms=1, clock=clock)
-    timed = clock.log[1 : 1 + 4 * 5]  # one first call, then five calls that estimate the time
-    assert timed == ["flush", "start", "call", "stop"] * 5
-    assert clock.log[-12:] == ["flush", "start", "call", "stop"] * 3
+    calls = {name: lambda name=name: clock.log.append(name) for name in "ab"}
+    timing.measure_in_turns(calls, repeat_ms=3, warmup_ms=1, clock=clock)
+    assert clock.log[:2] == ["a", "b"]  # the first calls, which may compile
+    timed = clock.log[2:]
+    assert timed[0::4] == ["flush"] * (len(timed) // 4)
+    assert timed[1::4] == ["start"] * (len(timed) // 4)
+    assert timed[3::4] == ["stop"] * (len(timed) // 4)
+    assert set(timed[2::4]) == {"a", "b"}
 
 
-def test_number_of_calls_fills_the_requested_time() -> None:
-    result = timing.measure(lambda: None, warmup_ms=2, repeat_ms=10, clock=FakeClock([500.0]))
-    assert result.num_calls == 20
-    assert result.num_warmup == 4 + 1 + 5
-    assert result.median_us == result.p10_us == result.p90_us == 500.0
+def test_every_round_calls_everyone_once_in_rotated_order() -> None:
+    card = FakeCard({"a": 100.0, "b": 200.0, "c": 300.0})
+    times = timing.measure_in_turns(card.contestants(), repeat_ms=3, warmup_ms=1, clock=card)
+    assert list(times) == ["a", "b", "c"]
+    assert [one.median_us for one in times.values()] == [100.0, 200.0, 300.0]
+    # Rounds of 600 us: 3 to estimate, 5 to warm up and 15 in 3 ms a contestant.
+    rounds = ["".join(card.order[at : at + 3]) for at in range(0, len(card.order), 3)]
+    assert rounds[:3] == ["abc", "bca", "cab"]
+    assert rounds[3:] == (["abc", "bca", "cab"] * 7)[:20]
+    assert {one.num_calls for one in times.values()} == {15}
+    assert {one.num_warmup for one in times.values()} == {1 + 3 + 5}
+    assert "in turns with 2 other(s)" in times["a"].describe()
+
+
+def test_a_card_that_slows_down_changes_no_order() -> None:
+    """Whoever is measured last must not pay for the heat of all before."""
+    card = FakeCard({"first": 100.0, "last": 95.0}, slow=range(2 * 30, 1000))
+    times = timing.measure_in_turns(card.contestants(), repeat_ms=4, warmup_ms=1, clock=card)
+    assert times["first"].p10_us == 100.0
+    assert times["first"].p90_us == 2 * 100.0
+    assert times["last"].median_us == pytest.approx(0.95 * times["first"].median_us)
+
+
+def test_warm_up_rounds_are_dropped() -> None:
+    card = FakeCard({"a": 100.0, "b": 100.0}, slow=range(2 * 3, 2 * (3 + 10)))
+    times = timing.measure_in_turns(card.contestants(), repeat_ms=2, warmup_ms=1, clock=card)
+    assert times["a"].num_warmup == 1 + 3 + 10
+    assert times["a"].p90_us == times["b"].p90_us == 100.0
+
+
+@pytest.mark.parametrize(
+    ("times_us", "num_rounds", "num_warmup"),
+    [
+        ({"short": 5.0}, timing.MAX_ROUNDS, timing.MAX_ROUNDS),
+        ({"long": 20_000.0}, timing.MIN_ROUNDS, 1),
+        # The same time for both together as for two of 2 ms.
+        ({"a": 500.0, "b": 3500.0}, 50, 12),
+    ],
+)
+def test_rounds_fill_the_budget_within_limits(
+    times_us: dict[str, float], num_rounds: int, num_warmup: int
+) -> None:
+    card = FakeCard(times_us)
+    times = timing.measure_in_turns(card.contestants(), clock=card)
+    for name, one in times.items():
+        assert one.num_calls == num_rounds
+        assert one.num_warmup == 1 + 3 + num_warmup
+        assert one.median_us == one.p10_us == one.p90_us == times_us[name]
 
 
 def test_median_and_spread() -> None:
     clock = FakeClock([100.0, 200.0, 300.0, 400.0, 1000.0])
-    result = timing.measure(lambda: None, repeat_ms=2, clock=clock)
-    assert result.num_calls == 5
+    result = timing.measure(lambda: None, warmup_ms=0, repeat_ms=4, clock=clock)
+    assert result.num_calls == 20
     assert result.median_us == 300.0
-    assert result.p10_us == pytest.approx(140.0)
-    assert result.p90_us == pytest.approx(760.0)
-
-
-def test_inputs_are_rotated_and_each_is_timed() -> None:
-    seen: list[int] = []
-    calls = [lambda i=i: seen.append(i) for i in range(4)]
-    result = timing.measure(calls, warmup_ms=0, repeat_ms=0, clock=FakeClock([50.0]))
-    assert result.num_inputs == 4
-    assert seen[-4:] == [0, 1, 2, 3]
+    assert result.p10_us == pytest.approx(100.0)
+    assert result.p90_us == pytest.approx(1000.0)
 
 
 def test_warm_l2_never_flushes_and_says_so() -> None:
@@ -74,23 +142,25 @@ def test_warm_l2_never_flushes_and_says_so() -> None:
 
 
 def test_description_names_what_was_done() -> None:
-    result = timing.measure(lambda: None, repeat_ms=1, clock=FakeClock([100.0]))
+    result = timing.measure(lambda: None, repeat_ms=2, clock=FakeClock([100.0]))
     assert "cold L2 (256 MiB" in result.describe()
-    assert "median of 10 calls" in result.describe()
+    assert "median of 20 calls" in result.describe()
+    assert timing.IN_TURNS not in result.describe()
     assert "cold L2 (256 MiB" in timing.method()
+    assert timing.IN_TURNS in timing.method()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"calls": []}, "calls is empty"),
-        ({"calls": lambda: None, "repeat_ms": -1.0}, "repeat_ms=-1.0"),
-        ({"calls": lambda: None, "flush_bytes": -4}, "flush_bytes=-4"),
+        ({"calls": {}}, "calls is empty"),
+        ({"calls": {"a": lambda: None}, "repeat_ms": -1.0}, "repeat_ms=-1.0"),
+        ({"calls": {"a": lambda: None}, "flush_bytes": -4}, "flush_bytes=-4"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        timing.measure(**arguments, clock=FakeClock([1.0]))
+        timing.measure_in_turns(**arguments, clock=FakeClock([1.0]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
@@ -115,6 +185,23 @@ def test_a_copy_takes_about_its_bytes() -> None:
 @pytest.mark.gpu
 def test_a_graph_replay_is_timed() -> None:
     x = torch.zeros(1 << 20, device="cuda")
-    result = timing.measure(lambda: x.add_(1), graph=True)
-    assert result.graph
-    assert 0.5 < result.median_us < 1000
+    before = float(x[0])
+    replay = timing.GraphCall(lambda: x.add_(1))
+    assert float(x[0]) == before + 1  # the call before the capture
+    replay()
+    assert float(x[0]) == before + 2
+    assert 0.5 < timing.measure(replay).median_us < 1000
+
+
+@pytest.mark.gpu
+def test_turns_tell_one_copy_from_two() -> None:
+    source = torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def twice() -> None:
+        target.copy_(source)
+        target.copy_(source)
+
+    calls = {"once": lambda: target.copy_(source), "twice": twice}
+    times = timing.measure_in_turns(calls)
+    assert 1.5 < times["twice"].median_us / times["once"].median_us < 2.5

@@ -123,17 +123,22 @@ def test_a_choice_stays_where_it_is_as_fast() -> None:
 def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lucky first look does not decide; one far behind costs no second."""
     one, two, three, *_ = tune.candidates(GemmProblem(48, 4096, 7168, 160), H200)
-    looks: list[str] = []
-    first = {"one": 99.0, "two": 100.0, "three": 150.0}
-    again = {"one": 103.0, "two": 101.0}
+    looks: list[list[str]] = []
+    # The card is a tenth slower at the second look.
+    times = iter(({"one": 99.0, "two": 101.0, "three": 150.0}, {"one": 111.0, "two": 109.0}))
 
-    def measured(call: timing.Call, *, warmup_ms: float, repeat_ms: float) -> timing.Timing:
-        name = str(call())
-        us = again[name] if name in looks else first[name]
-        looks.append(name)
-        return timing.Timing(us, us, us, 1, 1, 1, timing.FLUSH_BYTES, False)
+    def measured(
+        calls: dict[tune.Config, timing.Call], *, warmup_ms: float, repeat_ms: float
+    ) -> dict[tune.Config, timing.Timing]:
+        names = {config: str(call()) for config, call in calls.items()}
+        looks.append(list(names.values()))
+        seen = next(times)
+        return {
+            config: timing.Timing(*3 * [seen[name]], 1, 1, timing.FLUSH_BYTES, len(names))
+            for config, name in names.items()
+        }
 
-    monkeypatch.setattr(tune, "measure", measured)
+    monkeypatch.setattr(tune, "measure_in_turns", measured)
     calls = {one: lambda: "one", two: lambda: "two", three: lambda: "three"}
-    assert tune.fastest_first(calls) == [(two, 101.0), (one, 103.0), (three, 150.0)]
-    assert looks == ["one", "two", "three", "one", "two", "one", "two"]
+    assert tune.fastest_first(calls) == [(two, 109.0), (one, 111.0), (three, 165.0)]
+    assert looks == [["one", "two", "three"], ["one", "two"]]

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from chord.bench.scenarios import GROUP_SIZE, Case
-from chord.timing import REPEAT_MS, measure
+from chord.timing import Call
+
+DENSE = "cuBLAS"
+"""Name of the dense matmul among the contestants of a row."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +78,44 @@ def bytes_moved(case: Case, active_experts: int) -> int:
     return weight + 2 * case.num_rows * k + 2 * case.num_routes * n
 
 
-def dense_tflops(num_rows: int, n: int, k: int, repeat_ms: float = REPEAT_MS) -> float:
-    """Measure one dense BF16 matmul, x [num_rows, k] times w [n, k] transposed, on random data.
+def dense_matmul(num_rows: int, n: int, k: int, device: torch.device | str) -> Call:
+    """Prepare one dense BF16 matmul, x [num_rows, k] times w [n, k] transposed, on random data.
 
     Args:
         num_rows: Rows of x.
         n: Rows of w.
         k: Columns of both.
-        repeat_ms: Time to spend on timed calls, and a quarter of it before them.
+        device: Where the tensors live.
 
     Returns:
-        Tera floating-point operations a second, with a cold L2.
+        A function without arguments that runs it once.
     """
-    x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(num_rows, n, device="cuda", dtype=torch.bfloat16)
-    timing = measure(
-        lambda: torch.matmul(x, w.T, out=out), warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms
-    )
-    return 2 * num_rows * n * k / timing.median_us / 1e6
+    x = torch.randn(num_rows, k, device=device, dtype=torch.bfloat16)
+    w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+    out = torch.empty(num_rows, n, device=device, dtype=torch.bfloat16)
+    return lambda: torch.matmul(x, w.T, out=out)
 
 
-def floor_of(case: Case, active_experts: int, memory: MemoryModel, tflops: float) -> Floor:
+def tflops(num_rows: int, n: int, k: int, us: float) -> float:
+    """Return the rate of a matmul in tera floating-point operations a second.
+
+    Args:
+        num_rows: Rows of x.
+        n: Rows of w.
+        k: Columns of both.
+        us: Its time in microseconds.
+    """
+    return 2 * num_rows * n * k / us / 1e6
+
+
+def floor_of(case: Case, active_experts: int, memory: MemoryModel, dense: float) -> Floor:
     """Combine the two bounds of one case.
 
     Args:
         case: Shapes and row counts.
         active_experts: Experts with at least one row.
         memory: The card's memory line.
-        tflops: The dense rate measured in this run.
+        dense: The dense rate measured in this run, in TFLOP/s.
 
     Returns:
         The floor and what it is made of.
@@ -111,7 +123,7 @@ def floor_of(case: Case, active_experts: int, memory: MemoryModel, tflops: float
     num_bytes = bytes_moved(case, active_experts)
     memory_us = memory.time_us(num_bytes)
     flops = 2 * case.num_routes * case.projection.n * case.projection.k
-    math_us = flops / tflops / 1e6
+    math_us = flops / dense / 1e6
     return Floor(
         floor_us=max(memory_us, math_us),
         bound="memory" if memory_us >= math_us else "math",
@@ -119,5 +131,5 @@ def floor_of(case: Case, active_experts: int, memory: MemoryModel, tflops: float
         active_experts=active_experts,
         memory_us=memory_us,
         math_us=math_us,
-        dense_tflops=tflops,
+        dense_tflops=dense,
     )

@@ -17,7 +17,7 @@ from chord import routing
 from chord.bench import floors, machine, records
 from chord.bench.operands import POISON, Checkpoint, random_checkpoint, random_rows
 from chord.bench.peers.humming_layer import HummingLayer
-from chord.bench.run import MAX_BLOCK_M
+from chord.bench.run import MAX_BLOCK_M, Contestant
 from chord.bench.scenarios import LAYER, Case, Series, Suite, cases, route_case, suite_named
 from chord.bench.small_layer import expected_output
 from chord.device import facts_of
@@ -26,7 +26,7 @@ from chord.jit.source import KERNELS, digest_headers
 from chord.ops import layer as layers
 from chord.plan import select
 from chord.plan.problem import GemmProblem
-from chord.timing import measure, measure_host_us, method
+from chord.timing import GraphCall, measure_host_us, measure_in_turns, method
 from chord.weights.packed import PackedExperts
 
 LAYER_ERROR_LIMIT = 8e-3
@@ -124,7 +124,8 @@ def run_layer(
         card=card,
         versions=versions,
         kernel_digest=machine.kernel_digest(),
-        timer=f"{method(_REPEAT_MS, _REPEAT_MS / 4)}, each call the replay of a CUDA graph",
+        timer=f"{method(_REPEAT_MS, _REPEAT_MS / 4)}, each call but cuBLAS's "
+        "the replay of a CUDA graph",
         floor=f"{memory.launch_us:g} us + bytes / {memory.bytes_per_us / 1e6:.2f} TB/s "
         f"({memory.measured}; weights of active experts, hidden and output), or the arithmetic of "
         f"both GEMMs at the dense BF16 rate of the same run",
@@ -173,22 +174,29 @@ class _Bench:
         out = torch.empty_like(hidden)
         expected = expected_output(hidden, weights, ids, self.gate_up, self.down)
         call = self._layer(hidden, weights, ids, out)
-        entries = {"chord": _measure(call, self._choice(ids), out, expected)}
+        ready = {"chord": _check(call, self._choice(ids), out, expected)}
         if self.humming is not None:
             try:
                 call = self.humming.prepare_call(hidden, weights, ids, out)
                 choice = f"{self.humming.choice}; route sort and top-k sum are Chord's"
-                entries["humming"] = _measure(call, choice, out, expected)
+                ready["humming"] = _check(call, choice, out, expected)
             except Exception as error:  # a peer's gap must not cost the rows of others
                 on_fault(f"humming: {type(error).__name__}: {error}")
-        if not entries["chord"].row_error <= LAYER_ERROR_LIMIT:
+        if not ready["chord"].row_error <= LAYER_ERROR_LIMIT:
             raise ChordError(
                 f"{case.series.name} with {case.tokens} tokens: a row is off by "
-                f"{entries['chord'].row_error:.2e}, more than {LAYER_ERROR_LIMIT:.0e}; no record "
+                f"{ready['chord'].row_error:.2e}, more than {LAYER_ERROR_LIMIT:.0e}; no record "
                 f"was written"
             )
-        entries |= self._parts(hidden, ids, memory)
-        return self._row(case, ids, memory, entries)
+        ready |= self._parts(hidden, ids)
+        calls = {name: one.call for name, one in ready.items()}
+        shape = ids.numel(), self.gate_up.n, self.gate_up.k
+        calls[floors.DENSE] = floors.dense_matmul(*shape, device)
+        times = measure_in_turns(calls, warmup_ms=_REPEAT_MS / 4, repeat_ms=_REPEAT_MS)
+        dense = floors.tflops(*shape, times[floors.DENSE].median_us)
+        entries = {name: one.entry(times[name]) for name, one in ready.items()}
+        entries["top-k sum at memory speed"] = self._sum_at_memory_speed(ids, memory)
+        return self._row(case, ids, memory, dense, entries)
 
     def _layer(
         self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
@@ -213,36 +221,37 @@ class _Bench:
         )
         return " | ".join(kernel.config.label() for kernel in kernels)
 
-    def _parts(
-        self, hidden: torch.Tensor, ids: torch.Tensor, memory: floors.MemoryModel
-    ) -> dict[str, records.Entry]:
-        """Time both GEMMs alone, and compute what the top-k sum takes at memory speed."""
+    def _parts(self, hidden: torch.Tensor, ids: torch.Tensor) -> dict[str, Contestant]:
+        """Prepare both GEMMs alone."""
         num_routes, top_k = ids.numel(), ids.shape[1]
         inner = random_rows(num_routes, self.down.k, hidden.device)
-        entries = {}
+        parts = {}
         for name, x, experts, shared in (
             ("chord gate_up alone", hidden, self._w13_plain, top_k),
             ("chord down alone", inner, self._w2, 1),
         ):
             call, choice = _gemm(x, experts, ids, shared)
-            entries[name] = _entry(call, choice, 0.0, None)
-        num_bytes = 2 * (num_routes + len(hidden)) * self.down.n
+            parts[name] = Contestant(GraphCall(call), choice, 0.0, None)
+        return parts
+
+    def _sum_at_memory_speed(self, ids: torch.Tensor, memory: floors.MemoryModel) -> records.Entry:
+        """Compute what the bytes of the top-k sum take."""
+        num_bytes = 2 * (ids.numel() + len(ids)) * self.down.n
         us = round(num_bytes / memory.bytes_per_us, 2)
         words = f"computed: {num_bytes} bytes at {memory.bytes_per_us / 1e6:.2f} TB/s"
-        entries["top-k sum at memory speed"] = records.Entry(us, us, us, 0.0, words)
-        return entries
+        return records.Entry(us, us, us, 0.0, words)
 
     def _row(
         self,
         case: Case,
         ids: torch.Tensor,
         memory: floors.MemoryModel,
+        dense: float,
         entries: dict[str, records.Entry],
     ) -> records.Row:
         gate_up, down, active = self.gate_up, self.down, int(ids.unique().numel())
         weights = gate_up.n * gate_up.k + down.n * down.k
         num_bytes = active * (weights // 2 + weights // 16) + 4 * len(ids) * down.n
-        dense = floors.dense_tflops(ids.numel(), gate_up.n, gate_up.k, _REPEAT_MS)
         memory_us = memory.time_us(num_bytes)
         math_us = 2 * ids.numel() * weights / dense / 1e6
         return records.Row(
@@ -290,26 +299,14 @@ def _gemm(
     return call, f"{decision.config.label()} | {decision.reason}"
 
 
-def _measure(
+def _check(
     call: Callable[[], object], choice: str, out: torch.Tensor, expected: torch.Tensor
-) -> records.Entry:
+) -> Contestant:
+    """Run a layer, compare every row with FP64, and capture it in a graph."""
     out.fill_(POISON)
     call()
     difference = torch.linalg.vector_norm(out.double() - expected, dim=1)
     error = difference / torch.linalg.vector_norm(expected, dim=1)
     worst = float(error.nan_to_num(nan=torch.inf).max())
-    return _entry(call, choice, worst, measure_host_us(call, num_calls=_HOST_CALLS))
-
-
-def _entry(
-    call: Callable[[], object], choice: str, error: float, host_us: float | None
-) -> records.Entry:
-    timing = measure(call, warmup_ms=_REPEAT_MS / 4, repeat_ms=_REPEAT_MS, graph=True)
-    return records.Entry(
-        us=round(timing.median_us, 2),
-        p10_us=round(timing.p10_us, 2),
-        p90_us=round(timing.p90_us, 2),
-        row_error=error,
-        choice=choice,
-        host_us=None if host_us is None else round(host_us, 2),
-    )
+    host_us = measure_host_us(call, num_calls=_HOST_CALLS)
+    return Contestant(GraphCall(call), choice, worst, host_us)

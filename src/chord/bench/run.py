@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +28,42 @@ from chord.errors import ChordError
 from chord.plan import select
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
-from chord.timing import measure, measure_host_us, method
+from chord.timing import Call, Timing, measure_host_us, measure_in_turns, method
 
 MAX_BLOCK_M = 16
 _HOST_CALLS = 60
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A call whose result was checked, ready to be timed beside others.
+
+    Attributes:
+        call: A function without arguments.
+        choice: What the implementation chose to run.
+        row_error: Largest relative error of an output row.
+        host_us: What one warm call costs the CPU; None where it was not measured.
+    """
+
+    call: Call
+    choice: str
+    row_error: float
+    host_us: float | None
+
+    def entry(self, timing: Timing) -> records.Entry:
+        """Return what the record keeps.
+
+        Args:
+            timing: Times of the call.
+        """
+        return records.Entry(
+            us=round(timing.median_us, 2),
+            p10_us=round(timing.p10_us, 2),
+            p90_us=round(timing.p90_us, 2),
+            row_error=self.row_error,
+            choice=self.choice,
+            host_us=None if self.host_us is None else round(self.host_us, 2),
+        )
 
 
 class Chord:
@@ -194,22 +227,26 @@ def _run_case(
     repeat_ms: float,
     on_fault: Callable[[str], None],
 ) -> records.Row:
-    work = make_work(case, checkpoint.weight_packed.device)
+    device = checkpoint.weight_packed.device
+    work = make_work(case, device)
     active = work.active_experts
     n, k = case.projection.n, case.projection.k
-    dense = floors.dense_tflops(case.num_routes, n, k, repeat_ms)
-    floor = floors.floor_of(case, active, memory, dense)
-    entries = {}
+    ready = {}
     for contender in contenders:
         if not contender.handles(case):
             continue
         try:
-            entries[contender.name] = _run_one(contender, work, checkpoint, repeat_ms)
+            ready[contender.name] = _check(contender, work, checkpoint)
         except Exception as error:
             if contender.name == "chord":
                 raise
             # A peer's gap must not cost the rows that were measured, nor those to come.
             on_fault(f"{contender.name}: {type(error).__name__}: {error}")
+    calls = {name: one.call for name, one in ready.items()}
+    calls[floors.DENSE] = floors.dense_matmul(case.num_routes, n, k, device)
+    times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
+    dense = floors.tflops(case.num_routes, n, k, times[floors.DENSE].median_us)
+    floor = floors.floor_of(case, active, memory, dense)
     return records.Row(
         projection=case.projection.name,
         tokens=case.tokens,
@@ -222,16 +259,14 @@ def _run_case(
         floor_us=round(floor.floor_us, 2),
         bound=floor.bound,
         dense_tflops=round(dense, 1),
-        entries=entries,
+        entries={name: one.entry(times[name]) for name, one in ready.items()},
         series=case.series.name,
         unit=case.series.unit,
     )
 
 
-def _run_one(
-    contender: Chord | Peer, work: Work, checkpoint: Checkpoint, repeat_ms: float
-) -> records.Entry:
-    """Check one implementation on one case, then time it."""
+def _check(contender: Chord | Peer, work: Work, checkpoint: Checkpoint) -> Contestant:
+    """Run one implementation on one case and compare every row."""
     case = work.case
     call = contender.prepare_call(work)
     work.out.fill_(POISON)
@@ -248,12 +283,5 @@ def _run_one(
         changed = rows_of_nobody_changed(work.out, work.owners)
         if changed:
             raise ChordError(f"{where}: {changed} rows of nobody were written; no record was made")
-    timing = measure(call, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
-    return records.Entry(
-        us=round(timing.median_us, 2),
-        p10_us=round(timing.p10_us, 2),
-        p90_us=round(timing.p90_us, 2),
-        row_error=error,
-        choice=contender.choice,
-        host_us=round(measure_host_us(call, num_calls=_HOST_CALLS), 2),
-    )
+    host_us = measure_host_us(call, num_calls=_HOST_CALLS)
+    return Contestant(call, contender.choice, error, host_us)

@@ -34,6 +34,8 @@ Loads = Literal["random", "nested", "third", "one", "balanced", "uneven"]
 
 _UNEVEN = (0.7, 1.3)
 _SWEEP_TO, _SWEEP_STEP = 20_000, 1.08
+# 120 rounds, warm-up included, of a call of 0.4 ms and the flush before it.
+_SHORT_CALLS_MS = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Suite:
         series: The rows of the table.
         tokens_per_input: How many of the table's tokens make one input row of this rank's GEMM: 8
             where the count spans the 8 ranks of the deployment, else 1.
-        repeat_ms: Time that is spent on timed calls of one implementation on one row.
+        repeat_ms: Most time that is spent on timed calls of one implementation on one row, unless
+            its calls are long (`chord.timing.MIN_ROUNDS`).
     """
 
     name: str
@@ -111,13 +114,15 @@ class Suite:
         """Estimate the seconds of a run on an H200 whose kernels are compiled already.
 
         Each row times the dense matmul and every implementation and checks every result; packing
-        comes once a projection and implementation.
+        comes once a projection and implementation. Short calls end at the largest number of
+        rounds, before their time is up.
 
         Args:
             num_peers: Implementations beside Chord.
         """
         timers = 2 + num_peers
-        each = timers * (1.3 * self.repeat_ms / 1e3 + 0.03) + 0.15 * (1 + num_peers)
+        timing = min(1.3 * self.repeat_ms, _SHORT_CALLS_MS) / 1e3
+        each = timers * (timing + 0.03) + 0.15 * (1 + num_peers)
         return self.num_cases * each + len(self.projections) * (2 + 3 * num_peers)
 
 

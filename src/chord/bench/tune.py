@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from chord.device import DeviceFacts, facts_of
 from chord.plan.config import Config, shipped_configs
 from chord.plan.legality import reject
 from chord.plan.problem import GemmProblem
-from chord.timing import Call, measure
+from chord.timing import Call, measure_in_turns, method
 
 BLOCK_M = 16
 # A first look at every candidate, then more time for those that could be the fastest.
-WARMUP_MS, REPEAT_MS, FINAL_MS = 3.0, 15.0, 30.0
-_FINALISTS, _FINAL_ROUNDS, _CLOSE = 3, 2, 1.06
+WARMUP_MS, REPEAT_MS, FINAL_MS = 3.0, 15.0, 60.0
+_FINALISTS, _CLOSE = 3, 1.06
 # The choice of the row before stays where it is this close to the fastest: neighbouring problems
 # then run the same kernel, and time grows without steps.
 _AS_FAST = 1.01
@@ -151,7 +151,7 @@ def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) ->
 
 
 def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
-    """Time the calls; those close to the fastest again, in turns, so that no single look decides.
+    """Time the calls in turns; those close to the fastest again among themselves.
 
     Args:
         calls: A function without arguments for each configuration.
@@ -160,18 +160,19 @@ def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
         Configurations with their medians in microseconds, fastest first.
     """
 
-    def look(call: Call, repeat_ms: float) -> float:
-        return measure(call, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms).median_us
+    def look(configs: Iterable[Config], repeat_ms: float) -> dict[Config, float]:
+        chosen = {config: calls[config] for config in configs}
+        times = measure_in_turns(chosen, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms)
+        return {config: timing.median_us for config, timing in times.items()}
 
-    times = {config: look(call, REPEAT_MS) for config, call in calls.items()}
+    times = look(calls, REPEAT_MS)
     close = sorted(times, key=lambda config: times[config])[:_FINALISTS]
     close = [config for config in close if times[config] <= _CLOSE * times[close[0]]]
     if len(close) > 1:
-        rounds = [
-            {config: look(calls[config], FINAL_MS) for config in close}
-            for _ in range(_FINAL_ROUNDS)
-        ]
-        times |= {config: sum(one[config] for one in rounds) / _FINAL_ROUNDS for config in close}
+        again = look(close, FINAL_MS)
+        # The card may be faster or slower among few: the others stay as far behind as they were.
+        scale = sum(again.values()) / sum(times[config] for config in close)
+        times = {config: scale * us for config, us in times.items()} | again
     ordered = sorted(times.items(), key=lambda pair: pair[1])
     return [(config, round(us, 1)) for config, us in ordered]
 
@@ -223,7 +224,12 @@ def write_profile(rows: Sequence[dict[str, object]], card: str, path: Path) -> P
         path: The file.
     """
     head = json.dumps(
-        {"card": card, "driver": machine.driver(), "kernel_digest": machine.kernel_digest()}
+        {
+            "card": card,
+            "driver": machine.driver(),
+            "kernel_digest": machine.kernel_digest(),
+            "timer": method(REPEAT_MS, WARMUP_MS),
+        }
     )
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)

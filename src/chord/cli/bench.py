@@ -123,7 +123,7 @@ def summary(suite: Suite | None, num_peers: int) -> str:
 
         places = ", ".join(series.name for each in DEPLOYMENTS for series in each.series)
         rows = len(list(layer_cases()))
-        seconds = rows * (0.5 + 0.2 * num_peers) + len(DEPLOYMENTS) * (8 + 6 * num_peers)
+        seconds = rows * (0.35 + 0.15 * num_peers) + len(DEPLOYMENTS) * (8 + 6 * num_peers)
         return (
             f"layer: chord.fused_moe for {places}, {rows} rows, about {seconds:.0f} s with "
             f"{num_peers} peer(s), kernels compiled"
