@@ -95,8 +95,8 @@ def usable_device(name: str, value: Any) -> torch.device:
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:
-        known = str(error).splitlines()[0]
-        raise InputError(f"{name} is {describe(value)}, no device of PyTorch: {known}") from None
+        known = "" if isinstance(error, TypeError) else f": {str(error).splitlines()[0]}"
+        raise InputError(f"{name} is {describe(value)}, no device of PyTorch{known}") from None
     if device.type == "meta":
         raise InputError(f"{name}={device} holds no values; name the CPU or a GPU")
     count = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -125,5 +125,7 @@ def _way_to_tensor(value: object) -> str:
     if hasattr(value, "__array_interface__"):
         return "; pass torch.from_numpy(...) of it"
     if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], torch.Tensor):
+            return "; pass torch.stack(...) of it"
         return "; pass torch.tensor(...) of it"
     return ""

@@ -45,7 +45,11 @@ VARIABLES = (
         "1",
         "0 keeps Chord's plugin out of vLLM: every layer is served as without Chord",
     ),
-    Variable("HOME", "no cache on disk", "home of ~/.cache, used if it exists and is not /"),
+    Variable(
+        "HOME",
+        "a private chord-UID in the temporary folder",
+        "home of ~/.cache, used if it exists and is not /",
+    ),
 )
 
 

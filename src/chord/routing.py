@@ -132,8 +132,9 @@ class Indexed:
         if bool((uses > 1).any()):
             route = int(uses.argmax())
             raise InputError(
-                f"sorted_token_ids holds route {route} {int(uses[route])} times; "
-                f"a route has one output row, so it may appear once"
+                f"sorted_token_ids holds the id {route} {int(uses[route])} times; a route has one "
+                f"output row, so it may appear once (the pad id of {num_tokens} rows with "
+                f"top_k={self.top_k} is {num_routes}: is that the buffers'?)"
             )
         is_route = ids < num_routes
         late = (is_route[:, 1:] & ~is_route[:, :-1]).any(1)

@@ -17,9 +17,10 @@ from chord.bench import machine, records, scenarios
 from chord.cli import app
 from chord.cli.bench import line
 from chord.errors import ChordError, InputError, UnsupportedError
-from chord.jit import cache, compiler
+from chord.jit import cache, compiler, place
 from chord.jit.cache import DiskStore
 from chord.jit.compiler import CompileReport, Cubin
+from chord.jit.params import COMBINE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
 
@@ -78,9 +79,11 @@ def test_doctor_and_compile_say_that_a_cache_cannot_be_used(
 
 def test_doctor_shows_all_although_a_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORD_JIT", "fast")
+    monkeypatch.setenv("CHORD_VLLM", "off")
     monkeypatch.setenv("CHORD_CACHE_DIR", "~nobody-of-this-name/kernels")
     text = " ".join(run("doctor").split())
     assert "WRONG: CHORD_JIT='fast' is not a mode" in text
+    assert "WRONG: CHORD_VLLM='off' is not a switch" in text
     assert "WRONG: CHORD_CACHE_DIR='~nobody-of-this-name/kernels'" in text
     assert "Environment variables:" in text
 
@@ -118,6 +121,32 @@ def test_cache_names_its_folder_and_prunes(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "kernels").iterdir())
 
 
+def test_cache_and_doctor_on_a_folder_that_is_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_unit", lambda *_: Cubin(b"code", None))
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    cache.cubin_for(COMBINE, "sm_90a", "")
+    monkeypatch.setattr(place, "refuse_to_write", lambda folder: f"{folder} cannot be written")
+    text = " ".join(run("doctor").split())
+    assert "1 file(s)" in text and "READ ONLY" in text and "kernels that are there are used" in text
+    assert "CANNOT BE USED" not in text
+    text = run("cache")
+    assert "1 file(s)" in text and "no kernel can be added: " in text
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "kernels" / "old.kernel").write_bytes(b"old")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    text = run("cache", "--prune", fails=InputError)
+    assert "old.kernel: Permission denied" in text and "CHORD_CACHE_DIR" in text
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert "kernels: Permission denied" in run("cache", fails=InputError)
+    assert "CANNOT BE USED" in run("doctor")
+
+
 def test_explain_names_choice_alternatives_and_rejections() -> None:
     text = run("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "320", "--card", "h200")
     assert text.startswith("h200 Indexed E=48 N=4096 K=7168 routed=320")
@@ -140,7 +169,7 @@ def test_explain_names_choice_alternatives_and_rejections() -> None:
     assert masked.startswith("h200 Masked E=48 N=4096 K=7168 routed=384 (8.0 rows an expert)")
     hinted = run(
         *("explain", "-e", "48", "--n", "4096", "--k", "7168", "-r", "24576", "--card", "h200"),
-        *("--addressing", "Masked", "--expected", "8"),
+        *("--addressing", "masked", "--expected", "8"),
     )
     assert hinted.startswith("h200 Masked E=48 N=4096 K=7168 routed=24576 (8.0 rows an expert)")
     assert "decode" in hinted.splitlines()[1]
@@ -163,7 +192,7 @@ def test_explain_refuses_with_the_rule() -> None:
     assert "rtx" in text
     text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "h200",
                "--expected", "4", fails=InputError)  # fmt: skip
-    assert "--expected 4" in text
+    assert "--expected 4" in text and "goes with --addressing Masked" in text
 
 
 def test_bench_lists_its_suites() -> None:

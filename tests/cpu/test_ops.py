@@ -222,6 +222,7 @@ TENSORS = ("x", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "out
     [
         (None, "None, not a torch.Tensor"),
         ([1, 2], r"the list \[1, 2\], not a torch.Tensor; pass torch.tensor"),
+        ([torch.zeros(1)], r"the list \[tensor.*\], not a torch.Tensor; pass torch.stack"),
         (np.zeros(5, np.int32), r"a numpy.ndarray of int32 \[5\], not .*; pass torch.from_numpy"),
         ("y", "the str 'y', not a torch.Tensor"),
         (torch.zeros(4, 4).to_sparse(), r"a sparse_coo tensor \[4, 4\]; it must be dense"),
@@ -265,6 +266,25 @@ def test_whole_numbers_of_other_packages_will_do(call: dict[str, Any]) -> None:
     expected = chord.indexed(**call)
     for top_k in (np.int64(TOP_K), np.array(TOP_K), torch.tensor(TOP_K)):
         assert torch.equal(chord.indexed(**(call | {"top_k": top_k})), expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"topk_ids": torch.zeros(2, 4, dtype=torch.int32).t()}, r"strides \[1, 4\]"),
+        ({"num_experts": 1025}, r"num_experts=1025 must be in 1\.\.1024"),
+        ({"block_m": 0}, "block_m=0 at least 1"),
+        ({"expert_map": torch.zeros(3, dtype=torch.int32)}, "num_experts=4 needs one for each"),
+        ({"topk_ids": torch.full((1, 1), 4)}, "ids from 4 to 4"),
+    ],
+)
+def test_align_refuses_on_the_cpu_what_the_kernel_refuses(
+    changed: dict[str, Any], words: str
+) -> None:
+    call = {"topk_ids": torch.zeros(2, 2, dtype=torch.int32), "num_experts": 4, "block_m": 8}
+    chord.align(**call)
+    with pytest.raises(InputError, match=words):
+        chord.align(**(call | changed))
 
 
 ODD = (

@@ -233,7 +233,7 @@ def test_indexed_reads_only_the_valid_prefix() -> None:
         ([0, 1], [-2], 2, "expert_ids holds ids from -2"),
         ([-1, 1], [0], 2, "sorted_token_ids holds ids from -1 to 1"),
         ([0, 4], [0], 2, r"sorted_token_ids holds ids from 0 to 4; .* 0\.\.2.*pad id is 3"),
-        ([0, 1, 1, 3], [0, 1], 4, "holds route 1 2 times"),
+        ([0, 1, 1, 3], [0, 1], 4, "holds the id 1 2 times; .* pad id of 3 rows with top_k=1 is 3"),
     ],
 )
 def test_indexed_values(slots: list[int], experts: list[int], used: int, message: str) -> None:

@@ -21,6 +21,7 @@ def cache(
     ] = False,
 ) -> None:
     """Print where compiled kernels are kept, how many, and how many this installation can use."""
+    from chord.errors import InputError
     from chord.jit import cache as kept
     from chord.jit import place
 
@@ -28,10 +29,19 @@ def cache(
     if found.folder is None:
         console.print(f"no folder: {found.trouble}", soft_wrap=True)
         return
-    if prune and found.folder.is_dir():
-        gone = kept.prune(found.folder)
-        console.print(f"deleted {_sum_up([entry.size for entry in gone])}")
-    console.print(describe(found.folder), soft_wrap=True)
+    try:
+        if prune:
+            gone = kept.prune(found.folder)
+            console.print(f"deleted {_sum_up([entry.size for entry in gone])}")
+        console.print(describe(found.folder), soft_wrap=True)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or found.folder}: {error.strerror or error}; run this as the user "
+            f"whose folder it is, or set CHORD_CACHE_DIR to another"
+        ) from None
+    trouble = place.trouble()
+    if trouble is not None:
+        console.print(f"no kernel can be added: {trouble}", soft_wrap=True)
 
 
 def describe(folder: Path) -> str:

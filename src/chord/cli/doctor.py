@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from chord.cli.cache import describe
 from chord.cli.console import console, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def doctor() -> None:
@@ -25,6 +29,7 @@ def doctor() -> None:
     facts.add_row("kernels", machine.kernel_digest()[:12])
     facts.add_row("cache", _said(_cache_state))
     facts.add_row("CHORD_JIT", _said(env.jit_mode))
+    facts.add_row("CHORD_VLLM", _said(lambda: "1" if env.vllm_enabled() else "0"))
     console.print(facts)
     console.print()
     for line in _what_runs():
@@ -77,14 +82,31 @@ def _cache_state() -> str:
 
     found = place.find()
     trouble = place.trouble()
+    kept = None if found.folder is None else _read(found.folder)
+    if trouble is not None and kept is not None:
+        return (
+            f"{kept}; READ ONLY ({trouble}): kernels that are there are used, every process "
+            f"compiles the others for itself"
+        )
     if found.folder is None or trouble is not None:
         where = "" if found.folder is None else f"{found.folder} "
         return (
             f"{where}CANNOT BE USED ({trouble}): kernels stay in memory and every process compiles "
             f"its own; set CHORD_CACHE_DIR to a folder that you can write"
         )
-    kept = describe(found.folder)
-    return kept if found.trouble is None else f"{kept} ({found.trouble})"
+    line = describe(found.folder)
+    return line if found.trouble is None else f"{line} ({found.trouble})"
+
+
+def _read(folder: Path) -> str | None:
+    """Describe a folder of kernels of which this installation can use some, else return None."""
+    from chord.jit import cache
+
+    try:
+        usable = any(entry.is_current for entry in cache.entries(folder))
+    except OSError:
+        return None
+    return describe(folder) if usable else None
 
 
 def _what_runs() -> list[str]:

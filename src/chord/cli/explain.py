@@ -27,7 +27,10 @@ def explain(
     ] = "",
     addressing: Annotated[
         str,
-        typer.Option(help="Indexed, ContiguousOffsets, ContiguousIndices or Masked."),
+        typer.Option(
+            help="Indexed, ContiguousOffsets, ContiguousIndices or Masked; RoutedGateUp or "
+            "RoutedDown for the two GEMMs of `chord.fused_moe`."
+        ),
     ] = "Indexed",
     expected: Annotated[
         int | None,
@@ -38,12 +41,14 @@ def explain(
     from chord import device
     from chord.errors import InputError
     from chord.plan import cost, select
+    from chord.plan.legality import ADDRESSINGS
     from chord.plan.problem import GemmProblem
 
+    addressing = {name.lower(): name for name in ADDRESSINGS}.get(addressing.lower(), addressing)
     if expected is not None and (addressing != "Masked" or expected < 0):
         raise InputError(
-            f"--expected {expected} is the rows in use per expert of masked rows, at least 0; "
-            f"the addressing is {addressing}"
+            f"--expected {expected} is the rows in use per expert, at least 0, and goes with "
+            f"--addressing Masked; the addressing is {addressing}"
         )
     facts = device.known(card) if card else _card_here()
     hint = None if expected is None else experts * expected

@@ -28,7 +28,7 @@ def align(
 
     On a CUDA GPU this is one launch of the kernel that `chord.fused_moe` sorts with; elsewhere
     `chord.routing.align`, which gives the same buffers. Nothing waits for the device, so ids are
-    not validated there, and one that is no expert's counts as -1.
+    not validated there, and one that is no expert's counts as -1; on the CPU it is refused.
 
     Args:
         topk_ids: int32 or int64, [T, top_k], contiguous, expert of each route, -1 for none.
@@ -52,15 +52,23 @@ def align(
         >>> blocks.sorted_token_ids
         tensor([1, 4, 0, 2, 4, 4], dtype=torch.int32)
     """
-    check_tensor("topk_ids", topk_ids)
-    if not topk_ids.is_cuda:
-        return routing.align(
-            topk_ids, num_experts=num_experts, block_m=block_m, expert_map=expert_map
-        )
     num_experts, block_m = (
         whole_number("num_experts", num_experts),
         whole_number("block_m", block_m),
     )
+    capacity = _check(topk_ids, num_experts, block_m, expert_map)
+    if not topk_ids.is_cuda:
+        return routing.align(
+            topk_ids, num_experts=num_experts, block_m=block_m, expert_map=expert_map
+        )
+    return _launch(topk_ids, num_experts, block_m, expert_map, capacity)
+
+
+def _check(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None
+) -> int:
+    """Check all but values, alike on every device; return the slots of sorted_token_ids."""
+    check_tensor("topk_ids", topk_ids)
     integers = (torch.int32, torch.int64)
     if topk_ids.dtype not in integers or topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
         raise InputError(
@@ -86,7 +94,7 @@ def align(
             f"topk_ids {list(topk_ids.shape)} with block_m={block_m} makes {capacity} slots; slots "
             f"are counted in 32 bits, below 2^31"
         )
-    return _launch(topk_ids, num_experts, block_m, expert_map, capacity)
+    return capacity
 
 
 def _launch(

@@ -112,7 +112,9 @@ def check_table(
             f"must be {wanted}, of one dimension and contiguous"
         )
     if table.device != x.device:
-        raise InputError(f"{name} is on {table.device}, x is on {x.device}; move one of them")
+        raise InputError(
+            f"{name} is on {table.device}, the rows are on {x.device}; move one of them"
+        )
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], rule: str) -> None:
@@ -130,7 +132,7 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], rule: 
             f"out is {out.dtype} {list(out.shape)}; it must be bf16 {list(shape)}, {rule}"
         )
     if out.device != x.device:
-        raise InputError(f"out is on {out.device}, x is on {x.device}; move one of them")
+        raise InputError(f"out is on {out.device}, the rows are on {x.device}; move one of them")
     check_contiguous("out", out)
 
 
