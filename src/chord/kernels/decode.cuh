@@ -3,8 +3,8 @@
 // Roles      kConfig.warps multiplying warps, warp_features features each; one warp loads weights,
 //            one rows of x.
 // Ring       full[s]: 33 arrivals, lane 0 of the weight loader and the 32 lanes of x's loader (each
-//            releases the notes it wrote), + the bytes of weights and rows of x. empty[s]:
-//            kConfig.warps arrivals, one a multiplying warp.
+//            releases the notes it wrote), + the bytes of weights and rows of x. empty[s]: one
+//            arrival a multiplying thread; each releases what it read.
 // Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile
 //            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
 //            wave. A tile that two or more blocks share is finished by the block that has its first
@@ -86,7 +86,7 @@ class Decode {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(32 + 1, kConfig.warps);
+    if (ptx::thread_idx() == 0) ring.init(32 + 1, 32 * kConfig.warps);
     // Rows of x that no copy writes are multiplied too (their sums are dropped): they must not hold
     // what other kernels left.
     constexpr int kZeroBytes = kConfig.stages * kConfig.x_stage_bytes();
@@ -302,8 +302,7 @@ class Decode {
 
   // Hands the stage back to the loader and moves on.
   void release(RingPosition<kConfig.stages>& at) const {
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+    ptx::mbarrier_arrive(ring.empty(at.stage));
     at.advance();
   }
 

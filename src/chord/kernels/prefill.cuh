@@ -3,9 +3,9 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp (each
-//            lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8 arrivals, one
-//            a multiplying warp.
+// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp
+//            (each lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8
+//            arrivals, one a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -47,7 +47,8 @@ class Prefill {
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
-  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
+  static_assert(16 * (kConfig.stages + 1) <= kBarrierBytes,
+                "the barriers of the ring and of the turns must fit");
 
   static constexpr int kLoaders = 128;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
@@ -56,6 +57,8 @@ class Prefill {
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
   static constexpr int kLoaderBarrier = 1;
+  // Narrower tiles do not gain from turns, and the largest have no register for them.
+  static constexpr int kTurnWidth = kConfig.block_m <= 128 ? 96 : 1000;
   static constexpr int kLoaderRegisters = kConfig.block_m > 128 ? 56 : 72;
   static constexpr int kMultiplierRegisters = kConfig.block_m > 128 ? 224 : 216;
   // The block owns what it was launched with; asking for more in sum waits for ever.
@@ -89,7 +92,11 @@ class Prefill {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(kLoaders + 32, kConfig.warps());
+    if (ptx::thread_idx() == 0) {
+      ptx::mbarrier_init(turn_barrier(0), kConfig.warps() / 2);
+      ptx::mbarrier_init(turn_barrier(1), kConfig.warps() / 2);
+      ring.init(kLoaders + 32, kConfig.warps());
+    }
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.block_m);
@@ -405,6 +412,7 @@ class Prefill {
     ptx::wgmma_pin(sums[1]);
     // Warps behind N repeat the last stripe, and nothing of it is stored.
     const int stripe = min_of(warp() / 2, tile_stripes(feature_tile) - 1);
+    wait_for_turn<kWidth>();
     for (int k_stage = 0;; ++k_stage) {
       ring.wait_full(at);
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
@@ -420,6 +428,7 @@ class Prefill {
       release(at.stage);
       at.advance();
     }
+    end_turn<kWidth>();
     ptx::wgmma_pin(sums[0]);
     ptx::wgmma_pin(sums[1]);
     int output_row[kWidth / 8];
@@ -430,6 +439,31 @@ class Prefill {
     release(at.stage);
     at.advance();
     store_tile<kWidth>(sums, output_row, feature_tile);
+  }
+
+  // With a short K the store of a wide tile takes about as long as its multiplication. So the
+  // warpgroups multiply in turns, and one stores while the other has the tensor cores. Whoever
+  // waits holds its tile's stages, so two tiles have to fit in the ring. Barrier g: warpgroup g has
+  // ended its turn.
+  template <int kWidth>
+  bool takes_turns() const {
+    return kWidth >= kTurnWidth && 2 * k_stages() <= kConfig.stages;
+  }
+  SmemAddress turn_barrier(int group) const {
+    return smem.barriers + 16 * kConfig.stages + 8 * group;
+  }
+  template <int kWidth>
+  void wait_for_turn() const {
+    if (!takes_turns<kWidth>()) return;
+    const int group = warp() / 4;
+    ptx::mbarrier_wait(turn_barrier(1 - group), group == 0 ? turn ^ 1 : turn);
+  }
+  template <int kWidth>
+  void end_turn() {
+    if (!takes_turns<kWidth>()) return;
+    ptx::sync_warp();
+    if (lane() == 0) ptx::mbarrier_arrive(turn_barrier(warp() / 4));
+    turn ^= 1;
   }
 
   void release(int stage) const {
@@ -457,6 +491,7 @@ class Prefill {
   const Smem smem;
   const Ring<kConfig.stages> ring{smem.barriers};
   int thread = 0;
+  u32 turn = 0;  // parity of the next one
   const SegmentTable table{smem.table};
 };
 
