@@ -195,9 +195,9 @@ def on_card(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GemmProblem, dict[str, int]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GemmProblem, dict[str, Any]]]:
     """Note problems and the addressing's parameters by their names, instead of launching."""
-    noted: list[tuple[GemmProblem, dict[str, int]]] = []
+    noted: list[tuple[GemmProblem, dict[str, Any]]] = []
 
     def run(problem, pointers, sizes, tables, counts) -> None:
         assert sizes == (problem.num_experts, problem.n, problem.k, 0) and len(pointers) == 3
@@ -206,6 +206,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GemmProblem, dict[st
 
     monkeypatch.setattr(grouped_rows, "choose", lambda problem, index, config: problem)
     monkeypatch.setattr(grouped_rows, "run", run)
+    monkeypatch.setattr(grouped_rows, "map_of_rows", lambda problem, *rows: rows)
     return noted
 
 
@@ -223,6 +224,7 @@ def test_contiguous_launches_its_form(
         (
             GemmProblem(E, N, K, R, addressing),
             {
+                "x_map": (call["x"].data_ptr(), R, K),
                 "table": table.data_ptr(),
                 "is_64bit": int(dtype is torch.int64),
                 "num_experts": E,
@@ -239,10 +241,11 @@ def test_masked_launches_with_its_hint(
     call = on_card(slots | {"out": cases.poisoned(E, MAX_M, N)})
     chord.masked(**call, expected=expected)
     counts = slots["tokens_per_expert"].data_ptr()
+    x_map = (slots["x"].data_ptr(), E * MAX_M, K)
     assert launched == [
         (
             GemmProblem(E, N, K, E * MAX_M, "Masked", rows),
-            {"counts": counts, "num_experts": E, "max_rows": MAX_M},
+            {"x_map": x_map, "counts": counts, "num_experts": E, "max_rows": MAX_M},
         )
     ]
 

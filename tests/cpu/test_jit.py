@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from chord import device as devices
 from chord.errors import CaptureError, CompileError, InputError
 from chord.jit import cache, compiler, driver, launch, params, source
+from chord.plan import legality
 from chord.plan.config import DecodeConfig, PrefillConfig
 
 DECODE = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5)
@@ -111,6 +113,83 @@ def test_parameters_are_packed_as_c_lays_them_out() -> None:
     assert struct.unpack_from("<5Q", packed) == (1, 2, 3, 4, 5)
     assert struct.unpack_from("<4i", packed, 40) == (48, 4096, 7168, 0)
     assert struct.unpack_from("<3Q4i", packed, 56) == (6, 7, 8, 160, 8, 16, 99)
+
+
+@pytest.mark.parametrize("name", ("ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedDown"))
+def test_a_tensor_map_lies_at_a_multiple_of_64_bytes(name: str) -> None:
+    layout = params.addressing_layout(name)
+    assert layout.fields[0] == ("x_map", "map") and layout.packer.size == 256
+    x_map = bytes(range(128))
+    numbers = range(6, 6 + len(layout.fields) - 1)
+    packed = layout.packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, x_map, *numbers)
+    assert packed[64:192] == x_map and packed[56:64] == bytes(8)
+    assert struct.unpack_from("<5Q4i", packed) == (1, 2, 3, 4, 5, 48, 4096, 7168, 0)
+    assert struct.unpack_from("<Qii", packed, 192) == (6, 7, 8)
+
+
+def test_a_tensor_map_is_wanted_exactly_where_the_kernels_sort_rows() -> None:
+    for name in legality.ADDRESSINGS:
+        layout = params.addressing_layout(name)
+        has_map = ("x_map", "map") in layout.fields
+        assert has_map is (name in legality.SORTED_ADDRESSINGS)
+        unit = source.render(PREFILL, name)
+        belief = f"static_assert(chord::{name}::kSortedRows == {str(has_map).lower()});"
+        compiler.compile_unit(_only_headers(unit) + belief, "sm_90a")
+
+
+def _only_headers(unit: str) -> str:
+    """Return a unit without its kernel, which would take long to compile."""
+    return unit[: unit.index('extern "C"')] + TINY
+
+
+class MapDriver:
+    """Notes what a tensor map is to say, as numbers."""
+
+    def __init__(self) -> None:
+        self.encoded: list[tuple[object, ...]] = []
+        self.result = 0
+
+    def cuTensorMapEncodeTiled(self, target, kind, rank, address, *rest) -> int:
+        dims, strides, box, steps, *modes = rest
+        assert target.value % 64 == 0
+        ctypes.memmove(target.value, bytes(range(128)), 128)
+        arrays = [list(array) for array in (dims, strides, box, steps)]
+        modes = [mode.value for mode in modes]
+        self.encoded.append((kind.value, rank.value, address.value, *arrays, *modes))
+        return self.result
+
+    def cuGetErrorString(self, result, text) -> int:
+        text._obj.value = b"invalid argument"
+        return 0
+
+
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[MapDriver]:
+    stand_in = MapDriver()
+    monkeypatch.setattr(driver, "library", lambda: stand_in)
+    driver.encode_rows.cache_clear()
+    yield stand_in
+    driver.encode_rows.cache_clear()
+
+
+def test_rows_are_described_to_the_copy_engine_once(maps: MapDriver) -> None:
+    key = launch.kernel_key(PREFILL, "Masked", 0)
+    for _ in range(3):
+        assert launch.map_of_rows(key, 4096, 300, 7168) == bytes(range(128))
+    # BF16, rank 2; no interleave, 128-byte swizzle, L2 promotion 256 bytes, zeros outside.
+    numbers = (9, 2, 4096, [7168, 300], [2 * 7168], [64, 16], [1, 1], 0, 3, 3, 0)
+    assert maps.encoded == [numbers]
+    for change in ((8192, 300, 7168), (4096, 301, 7168), (4096, 300, 7136)):
+        launch.map_of_rows(key, *change)
+    assert len(maps.encoded) == 4
+    maps.result = 1
+    with pytest.raises(CompileError, match=r"5 rows of 64 elements at 0x2000 .*invalid argument"):
+        launch.map_of_rows(key, 8192, 5, 64)
+
+
+def test_decode_needs_no_tensor_map(maps: MapDriver) -> None:
+    key = launch.kernel_key(DECODE, "Masked", 0)
+    assert launch.map_of_rows(key, 4096, 300, 7168) == bytes(128) and not maps.encoded
 
 
 class StandInDriver:

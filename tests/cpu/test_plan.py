@@ -86,6 +86,16 @@ def test_prefill_is_refused_on_blackwell_in_words() -> None:
     assert reason is not None and "wgmma exists on Hopper alone" in reason
 
 
+@pytest.mark.parametrize("addressing", legality.SORTED_ADDRESSINGS)
+def test_tiles_of_sorted_rows_are_whole_boxes(addressing: str) -> None:
+    odd = dataclasses.replace(PREFILL, block_m=72)
+    problem = dataclasses.replace(GATE_UP, addressing=addressing)
+    reason = legality.reject(odd, problem, H200)
+    assert reason is not None and "block_m=72 is not a multiple of 16" in reason
+    assert legality.reject(odd, GATE_UP, H200) is None
+    assert legality.reject(PREFILL, problem, H200) is None
+
+
 def test_tiles_are_counted_in_twenty_bits() -> None:
     many = GemmProblem(num_experts=1, n=8, k=32, routed_rows=100_000_000)
     reason = legality.reject(DECODE, many, H200)

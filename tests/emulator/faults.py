@@ -458,3 +458,71 @@ PREFILL = (
         "flags have to be zero",
     ),
 )
+
+# Where rows lie sorted, x comes by boxes through a tensor map.
+SORTED = (
+    *(
+        fault
+        for fault in PREFILL
+        if fault.name
+        in (
+            "full is not waited for",
+            "empty is not waited for",
+            "too few bytes announced",
+            "too many bytes announced",
+            "barriers are not fenced",
+            "warps are not synchronised",
+            "the loaders are not synchronised",
+            "a descriptor is shifted by 16 bytes",
+        )
+    ),
+    Fault(
+        "a box reaches beyond its tile",
+        "ptx/copy.cuh",
+        "emulator::tensor_load_2d(target, map, k, row, barrier, where);",
+        "emulator::tensor_load_2d(target + 1024, map, k, row, barrier, where);",
+        f"{_EARLY}|{_UNRELEASED}|overwrites the target|{WRONG_RESULT}",
+    ),
+    Fault(
+        "misaligned box",
+        "ptx/copy.cuh",
+        "emulator::tensor_load_2d(target, map, k, row, barrier, where);",
+        "emulator::tensor_load_2d(target + 128, map, k, row, barrier, where);",
+        "copies a box to shared .* not a multiple of 1024",
+    ),
+    Fault(
+        "boxes begin a row too late",
+        "ptx/copy.cuh",
+        "emulator::tensor_load_2d(target, map, k, row, barrier, where);",
+        "emulator::tensor_load_2d(target, map, k, row + 1, barrier, where);",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "boxes begin 16 bytes too late",
+        "ptx/copy.cuh",
+        "emulator::tensor_load_2d(target, map, k, row, barrier, where);",
+        "emulator::tensor_load_2d(target, map, k + 8, row, barrier, where);",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "boxes count on the barrier that frees the stage",
+        "ptx/copy.cuh",
+        "emulator::tensor_load_2d(target, map, k, row, barrier, where);",
+        "emulator::tensor_load_2d(target, map, k, row, barrier + 8, where);",
+        "bytes more than were announced|deadlock",
+    ),
+    Fault(
+        "a box is left out",
+        "prefill.cuh",
+        "if (box >= boxes) return;",
+        "if (box >= boxes - 1) return;",
+        r"deadlock(.*\n)*.*and \d+ bytes",
+    ),
+    Fault(
+        "the end of the work is announced by one warp alone",
+        "prefill.cuh",
+        "if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));",
+        "",
+        r"deadlock(.*\n)*.*lacks 1 of 33 arrivals",
+    ),
+)

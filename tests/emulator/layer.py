@@ -16,6 +16,7 @@ from chord.emulator.runner import (
     PARTIAL,
     Launch,
     alone,
+    map_of_rows,
     run_launch,
     run_program,
     scratch_of,
@@ -163,7 +164,7 @@ def gemm(
     x: torch.Tensor,
     packed: PackedExperts,
     out: torch.Tensor,
-    given: dict[str, torch.Tensor | int | float],
+    given: dict[str, torch.Tensor | int | float | bytes],
     *,
     num_blocks: int = 3,
     seed: int = 0,
@@ -172,7 +173,8 @@ def gemm(
 ) -> torch.Tensor:
     """Run one of the layer's GEMMs; `given` are the fields of its addressing's parameters.
 
-    The routing is what gate_up has to wait for, down for its rows.
+    The tensor map of x is added where there is one. The routing is what gate_up has to wait for,
+    down for its rows.
     """
     is_down = addressing == "RoutedDown"
     partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
@@ -181,6 +183,7 @@ def gemm(
     tables = {
         name: alone(value) for name, value in given.items() if isinstance(value, torch.Tensor)
     }
+    given = {"x_map": map_of_rows(x)} | given
     params = layout.packer.pack(
         *(tensor.data_ptr() for tensor in (x, data, out, partial, flags)),
         packed.num_experts,

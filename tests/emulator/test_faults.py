@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults import DECODE, PREFILL, Fault
-from launches import Shape, check, inputs
+from faults import DECODE, PREFILL, SORTED, Fault
+from launches import Inputs, Shape, check, grouped_inputs, inputs
 
 from chord.emulator import EmulatorError
 from chord.plan.config import Config, DecodeConfig, PrefillConfig
@@ -13,13 +13,18 @@ pytestmark = pytest.mark.emulator
 
 # Tiles that blocks share, more stages of K than the ring has, several tiles a block.
 SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
+DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
+PREFILL_16 = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2)
+PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
 CASES = [
-    *((DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2), fault) for fault in DECODE),
-    *(
-        (PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2), fault)
-        for fault in PREFILL
-    ),
+    *((DECODE_16, fault) for fault in DECODE),
+    *((PREFILL_16, fault) for fault in PREFILL),
 ]
+
+
+def sorted_rows() -> Inputs:
+    """The same for rows that lie sorted, with tiles of one box and of two."""
+    return grouped_inputs((5, 0, 29, 40), 264, 672, "offsets32")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +43,17 @@ def test_planted_fault_is_noticed(config: Config, fault: Fault) -> None:
         )
 
 
+@pytest.mark.parametrize("fault", SORTED, ids=lambda fault: fault.name)
+def test_planted_fault_in_sorted_rows_is_noticed(fault: Fault) -> None:
+    replaced = fault.replaced()
+    with pytest.raises((EmulatorError, AssertionError), match=fault.message):
+        check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1, replaced=replaced)
+
+
 @pytest.mark.parametrize("config", {config for config, _ in CASES}, ids=lambda c: c.kernel)
 def test_no_fault_is_noticed_without_one(config: Config) -> None:
     check(config, inputs(SHAPE), SHAPE.num_blocks, seed=1)
+
+
+def test_no_fault_is_noticed_in_sorted_rows_without_one() -> None:
+    check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1)

@@ -200,6 +200,65 @@ def test_votes_and_shuffles() -> None:
     assert torch.equal(result[64:], torch.full((32,), 1130, dtype=torch.int32))
 
 
+BOX = """
+  alignas(64) const u64 map[16] = {reinterpret_cast<u64>(p.in), ROWS, 96, 192};
+  const SmemAddress barrier = smem + 4096;
+  if (lane == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    FENCE;
+  }
+  ptx::sync_warp();
+  if (lane == 0) {
+    ptx::mbarrier_arrive_expect_bytes(barrier, 2048);
+    ptx::tensor_load_2d(TARGET, reinterpret_cast<const TensorMap*>(map), K, ROW, barrier);
+  }
+  ptx::mbarrier_wait(barrier, 0);
+  for (int i = lane; i < 512; i += 32) p.out[i] = ptx::load_shared(TARGET + 4 * i);"""
+X_ROWS = 20
+
+
+def box_body(k: int = 0, row: int = 0, **words: str) -> str:
+    """Return a body that copies the box at (row, k) of bf16 [ROWS, 96] and shows its bytes."""
+    words = {"ROWS": str(X_ROWS), "FENCE": "ptx::fence_mbarrier_init()", "TARGET": "smem"} | words
+    body = BOX
+    for word, text in (words | {"K": str(k), "ROW": str(row)}).items():
+        body = re.sub(rf"\b{word}\b", text, body)
+    return body
+
+
+@pytest.mark.parametrize("target", ("smem", "smem + 1024"))
+@pytest.mark.parametrize(("k", "row"), [(0, 0), (32, 3), (64, 8), (0, 19), (0, 20), (96, 0)])
+def test_a_box_is_swizzled_and_zero_outside_the_tensor(k: int, row: int, target: str) -> None:
+    x = torch.randn(X_ROWS, 96, generator=torch.Generator().manual_seed(4)).bfloat16()
+    result = run(box_body(k, row, TARGET=target), x.view(torch.int32), 512)
+    wide = torch.zeros(X_ROWS + 16, 96 + 64, dtype=torch.bfloat16)
+    wide[:X_ROWS, :96] = x
+    box = wide[row : row + 16, k : k + 64].reshape(16, 8, 8)
+    chunks = result.view(torch.bfloat16).view(16, 8, 8)
+    for r in range(16):
+        for chunk in range(8):
+            assert torch.equal(chunks[r, chunk ^ r % 8], box[r, chunk]), (r, chunk)
+
+
+BOX_REPORTS = {
+    "no map": (box_body(ROWS="0"), "through a tensor map of 0 rows"),
+    "a map beyond the tensor": (
+        box_body(row=16, ROWS=str(X_ROWS + 1)),
+        "copies from .* from in .*outside every tensor",
+    ),
+    "an unaligned box": (box_body(TARGET="smem + 512"), "not a multiple of 1024"),
+    "a box beyond shared memory": (box_body(TARGET="smem + 7168"), "outside the block's"),
+    "an unfenced barrier": (box_body(FENCE=""), "without fence_mbarrier_init"),
+}
+
+
+@pytest.mark.parametrize("name", BOX_REPORTS)
+def test_report_of_a_box(name: str) -> None:
+    body, message = BOX_REPORTS[name]
+    with pytest.raises(EmulatorError, match=message):
+        run(body, torch.zeros(X_ROWS * 48, dtype=torch.int32), 512)
+
+
 REPORTS = {
     "trap": ("ptx::trap();", "stops the launch with trap"),
     "misaligned vector": ("ptx::load_shared_x4(smem + 8);", "not a multiple of 16"),

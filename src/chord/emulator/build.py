@@ -58,13 +58,16 @@ _RUNTIME_FLAGS = {
 
 def unit_source(config: Config, addressing: str = "Indexed") -> str:
     """Return the C++ of one kernel: what the GPU gets, and how the emulator enters it."""
+    params = f"chord::Params<chord::{addressing}>"
     return f"""\
 {render(config, addressing)}
 #include "runtime/launch.hpp"
 
 namespace {{
-void enter(const void* params) {{
-  {ENTRY}(*static_cast<const chord::Params<chord::{addressing}>*>(params));
+void enter(const void* bytes) {{
+  {params} params;  // aligned as a tensor map has to be, wherever the bytes lie
+  __builtin_memcpy(&params, bytes, sizeof params);
+  {ENTRY}(params);
 }}
 }}  // namespace
 

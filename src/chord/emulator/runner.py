@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -86,6 +87,12 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     return copy.view(tensor.dtype).view(tensor.shape)
 
 
+def map_of_rows(x: torch.Tensor) -> bytes:
+    """Return the tensor map of bf16 [..., K] as the emulator reads it (runtime/copy.cpp)."""
+    k = x.shape[-1]
+    return struct.pack("@P3Q96x", x.data_ptr(), x.numel() // k, k, 2 * k)
+
+
 Routing = Indexed | Contiguous | Masked
 
 
@@ -98,9 +105,10 @@ def addressing_of(routing: Routing) -> str:
 
 def _addressing_values(
     x: torch.Tensor, packed: PackedExperts, routing: Routing, out: torch.Tensor
-) -> tuple[tuple[int, ...], list[tuple[str, torch.Tensor]]]:
+) -> tuple[tuple[int | bytes, ...], list[tuple[str, torch.Tensor]]]:
     """Return the fields of an addressing's parameters, and the tables that they point to."""
     sizes: tuple[int, ...]
+    maps = () if isinstance(routing, Indexed) else (map_of_rows(x),)
     if isinstance(routing, Indexed):
         tables = [
             (name, alone(getattr(routing, name)))
@@ -115,7 +123,7 @@ def _addressing_values(
     else:
         tables = [("tokens_per_expert", alone(routing.tokens_per_expert))]
         sizes = (packed.num_experts, x.shape[1])
-    return (*(table.data_ptr() for _, table in tables), *sizes), tables
+    return (*maps, *(table.data_ptr() for _, table in tables), *sizes), tables
 
 
 def launch_of(

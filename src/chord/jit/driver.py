@@ -14,6 +14,16 @@ from chord.errors import CompileError
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_INTERLEAVE_NONE = 0  # CU_TENSOR_MAP_INTERLEAVE_NONE
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTION_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_FILL_ZEROS = 0  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+BOX_ROWS, BOX_K = 16, 64
+"""What one copy through a tensor map of rows of x brings: kernels/smem_descriptor.cuh."""
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -128,6 +138,43 @@ def load_function(cubin: bytes, entry: str, smem_bytes: int) -> int:
         check(driver.cuFuncLoad(function), "load a kernel's code")
     assert function.value is not None, "a loaded kernel has a handle"
     return function.value
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_rows(address: int, rows: int, k: int) -> bytes:
+    """Return the tensor map of a matrix, for copies of BOX_ROWS rows by BOX_K elements.
+
+    It says nothing but these numbers, so it is kept: memory that comes to the same address later
+    has the same map.
+
+    Args:
+        address: Where BF16 [rows, k] lies on a device; a multiple of 16.
+        rows: Rows, at least 1; kernels get zeros for those behind.
+        k: Elements of a row, a multiple of 8; kernels get zeros for those behind.
+
+    Raises:
+        CompileError: The driver refuses.
+    """
+    room = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+    offset = -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT
+    check(
+        library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(ctypes.addressof(room) + offset),
+            ctypes.c_int(_BFLOAT16),
+            ctypes.c_uint(2),
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * 2)(k, rows),
+            (ctypes.c_uint64 * 1)(2 * k),  # bytes from row to row
+            (ctypes.c_uint32 * 2)(BOX_K, BOX_ROWS),
+            (ctypes.c_uint32 * 2)(1, 1),  # every element
+            ctypes.c_int(_INTERLEAVE_NONE),
+            ctypes.c_int(_SWIZZLE_128B),
+            ctypes.c_int(_PROMOTION_256B),
+            ctypes.c_int(_FILL_ZEROS),
+        ),
+        f"describe {rows} rows of {k} elements at {address:#x} to the copy engine",
+    )
+    return room.raw[offset : offset + TENSOR_MAP_BYTES]
 
 
 def capture_id(stream: int) -> int | None:

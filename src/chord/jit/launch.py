@@ -167,7 +167,7 @@ class Launcher:
             scratch = kept[key] = _allocate(self.kernel, capture)
         return scratch.pointers[self._flags_region]
 
-    def launch(self, stream: int, values: tuple[float, ...]) -> None:
+    def launch(self, stream: int, values: tuple[float | bytes, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
 
         Args:
@@ -200,6 +200,24 @@ class KernelKey:
 def kernel_key(config: Config, addressing: str, index: int) -> KernelKey:
     """Return the key of a kernel on device `index`."""
     return KernelKey(config, addressing, index)
+
+
+_NO_MAP = bytes(driver.TENSOR_MAP_BYTES)
+
+
+def map_of_rows(key: KernelKey, address: int, rows: int, k: int) -> bytes:
+    """Return what a kernel's parameters say of its rows of x where they lie sorted.
+
+    Args:
+        key: The kernel; decode copies rows by their addresses and reads no map.
+        address: Where BF16 [rows, k] lies on the kernel's device.
+        rows: Rows, at least 1.
+        k: Elements of a row.
+
+    Raises:
+        CompileError: The driver refuses the map.
+    """
+    return driver.encode_rows(address, rows, k) if key.config.kernel == "prefill" else _NO_MAP
 
 
 class _Thread(threading.local):

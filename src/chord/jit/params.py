@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from chord.errors import InputError
 
-_CODES = {"pointer": "P", "int": "i", "float": "f", "padding": "4x"}
+_CODES = {"pointer": "P", "int": "i", "float": "f", "padding": "4x", "map": "128s"}
+_MAP_ALIGNMENT = 64
 
 Fields = tuple[tuple[str, str], ...]
 """Names and kinds of a C++ struct's fields, in order; a padding has no value."""
@@ -19,8 +20,21 @@ Fields = tuple[tuple[str, str], ...]
 
 def packer_of(fields: Fields) -> struct.Struct:
     """Return the packer of a struct with these fields."""
+    code = "@"
+    for _, kind in fields:
+        if kind == "map":
+            code += _pad(code)
+        code += _CODES[kind]
     # "0P" pads the end to the alignment of a pointer, as C does.
-    return struct.Struct("@" + "".join(_CODES[kind] for _, kind in fields) + "0P")
+    code += "0P"
+    if any(kind == "map" for _, kind in fields):
+        code += _pad(code)
+    return struct.Struct(code)
+
+
+def _pad(code: str) -> str:
+    """Return the padding up to the alignment of a tensor map, which `struct` does not know."""
+    return f"{-struct.calcsize(code) % _MAP_ALIGNMENT}x"
 
 
 GEMM_FIELDS = (
@@ -43,7 +57,8 @@ class AddressingLayout:
     Attributes:
         name: The C++ type, chord::<name>.
         header: The header that defines it, below chord/kernels.
-        fields: Names and kinds of <name>::Params, in order.
+        fields: Names and kinds of <name>::Params, in order. Where rows of x lie sorted, the first
+            is their tensor map, which only prefill reads.
         is_stage: Whether its kernels begin while the one before on the stream still runs
             (kernels/stage.cuh).
         flags_region: Which flags of the stream's scratch its kernels use. A stage that touches its
@@ -77,6 +92,7 @@ INDEXED = AddressingLayout(
 )
 
 _CONTIGUOUS_FIELDS = (
+    ("x_map", "map"),
     ("table", "pointer"),
     ("is_64bit", "int"),
     ("num_experts", "int"),
@@ -96,6 +112,7 @@ MASKED = AddressingLayout(
     name="Masked",
     header="addressing/masked.cuh",
     fields=(
+        ("x_map", "map"),
         ("counts", "pointer"),
         ("num_experts", "int"),
         ("max_rows", "int"),
@@ -123,6 +140,7 @@ ROUTED_DOWN = AddressingLayout(
     name="RoutedDown",
     header="addressing/routed.cuh",
     fields=(
+        ("x_map", "map"),
         ("offsets", "pointer"),
         ("num_experts", "int"),
         ("reserved", "int"),

@@ -3,15 +3,18 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 128 arrivals when the loader's cp.async have landed, 32 by its first warp
-//            (each lane releases the notes it wrote), + the bytes of the weights. empty[s]: 8
-//            arrivals, one a multiplying warp.
+// Ring       full[s]: 32 arrivals of the loader's first warp (each lane releases its own notes) +
+//            the bytes of the weights; and for x 128 arrivals when the loader's cp.async have
+//            landed, or, where rows lie sorted, one of its second warp + the bytes of x.
+//            empty[s]: 8 arrivals, one a multiplying warp.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
 //            out round robin, the slowest block kept the others waiting for 8 % of the time. A
 //            tile's own width (its valid rows) picks the instruction, so padding costs nothing.
-// Timeline   loader: take a tile | wait empty | bulk copies of weights, cp.async of rows of x
+// Timeline   loader: take a tile | wait empty | bulk copies of weights; rows of x by cp.async, or,
+//            where they lie sorted (kSortedRows), by boxes of 16 through a tensor map: cp.async
+//            writes shared memory in pieces, which costs 7 % where tensor cores are busy
 //            groups: wait full | dequantise step i + 1 while the tensor cores run step i, fetch the
 //            next unit's codes | arrive empty | after a tile: store
 #pragma once
@@ -49,8 +52,15 @@ class Prefill {
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
   static_assert(16 * (kConfig.stages + 1) <= kBarrierBytes,
                 "the barriers of the ring and of the turns must fit");
+  static_assert(!Addressing::kSortedRows || kConfig.block_m % kBoxRows == 0,
+                "block_m must be a multiple of 16 where rows of x lie sorted: a box of 16 rows may "
+                "not reach beyond its tile");
 
+  static constexpr bool kSorted = Addressing::kSortedRows;
   static constexpr int kLoaders = 128;
+  // Arrivals for x. The loading warps that fill stages all arrive: one that did not might fall
+  // behind by a turn of the ring and wait for a phase that is long over.
+  static constexpr int kRowArrivals = kSorted ? 1 : kLoaders;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
@@ -95,7 +105,7 @@ class Prefill {
     if (ptx::thread_idx() == 0) {
       ptx::mbarrier_init(turn_barrier(0), kConfig.warps() / 2);
       ptx::mbarrier_init(turn_barrier(1), kConfig.warps() / 2);
-      ring.init(kLoaders + 32, kConfig.warps());
+      ring.init(kRowArrivals + 32, kConfig.warps());
     }
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
@@ -161,6 +171,7 @@ class Prefill {
       Tile tile = tile_at(index);
       u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
+      if (kSorted && warp() > 1) continue;
       const int run_end = min_of(tile.feature_tile + run_length(), feature_tiles());
       for (; tile.feature_tile < run_end; ++tile.feature_tile) {
         const char* x = static_cast<const char*>(p.x);
@@ -170,15 +181,23 @@ class Prefill {
             if (k_stage == k_stages() - 1) note_rows(at.stage);
             load_weights(at.stage, tile, k_stage, width);
           }
-          if (k_stage == 0) await<Addressing, Awaits::kRows>();
-          load_x<kPasses>(at.stage, x, x_row, k_stage, width);
-          x += 2 * kConfig.block_k;
-          ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+          if constexpr (kSorted) {
+            if (warp() == 1) {
+              if (k_stage == 0) await<Addressing, Awaits::kRows>();
+              load_boxes(at.stage, tile.row_begin, k_stage, width);
+            }
+          } else {
+            if (k_stage == 0) await<Addressing, Awaits::kRows>();
+            load_x<kPasses>(at.stage, x, x_row, k_stage, width);
+            x += 2 * kConfig.block_k;
+            ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+          }
           at.advance();
         }
       }
     }
     await<Addressing, Awaits::kRows>();
+    if (kSorted && warp() > 1) return;
     ring.wait_empty(at);
     if (thread < 32) {
       if (thread == 0) ptx::store_shared(width_note(at.stage), 0);
@@ -191,7 +210,11 @@ class Prefill {
         ptx::store_release(blocks_done(), 0);
       }
     }
-    ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+    if constexpr (kSorted) {
+      if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));
+    } else {
+      ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
+    }
   }
 
   // Counters in global memory, zero between launches: runs taken beyond the first of each block,
@@ -199,10 +222,10 @@ class Prefill {
   u32* next_run() const { return p.flags; }
   u32* blocks_done() const { return p.flags + 1; }
 
-  // Finds where in x the pieces lie that this thread copies, in 16-byte steps (x has at most
-  // 64 GiB). Slots without a row copy row 0 of x: their sums are dropped, and a copy without a
-  // condition is cheaper. Leaves the tile's output rows (-1 for none) in the row table and
-  // returns the width that the tile is multiplied at.
+  // Leaves the tile's output rows (-1 for none) in the row table and returns the width that the
+  // tile is multiplied at. Where rows are not sorted, finds where in x the pieces lie that this
+  // thread copies, in 16-byte steps (x has at most 64 GiB): slots without a row copy row 0 of x,
+  // for their sums are dropped, and a copy without a condition is cheaper.
   int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
     // All have read the number of this run and noted the rows of the last one.
     ptx::sync_named(kLoaderBarrier, kLoaders);
@@ -217,14 +240,18 @@ class Prefill {
       const int position = tile.row_begin + token;
       const int row = position < tile.row_end ? addressing.output_row(position) : -1;
       ptx::store_shared(smem.rows + 4 * token, row);
-      const u32 input_row = row < 0 ? 0 : addressing.input_row(row);
-      ptx::store_shared(smem.x_rows + 4 * token, input_row * static_cast<u32>(p.k / 8));
+      if constexpr (!kSorted) {
+        const u32 input_row = row < 0 ? 0 : addressing.input_row(row);
+        ptx::store_shared(smem.x_rows + 4 * token, input_row * static_cast<u32>(p.k / 8));
+      }
     }
     ptx::sync_named(kLoaderBarrier, kLoaders);
+    if constexpr (!kSorted) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int token = min_of(thread / 8 + pass * kRowsPerPass, kConfig.block_m - 1);
-      x_row[pass] = ptx::load_shared(smem.x_rows + 4 * token) + thread % 8;
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int token = min_of(thread / 8 + pass * kRowsPerPass, kConfig.block_m - 1);
+        x_row[pass] = ptx::load_shared(smem.x_rows + 4 * token) + thread % 8;
+      }
     }
     int used = 0;
 #pragma unroll
@@ -265,6 +292,28 @@ class Prefill {
       const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
       const char* weight = static_cast<const char*>(p.weight) + source;
       ptx::bulk_load_evict_unchanged(target, weight, units * kUnitBytes, ring.full(stage));
+    }
+  }
+
+  // Copies the tile's rows of x, which begin at `first_row`, box by box: half of the warp one unit,
+  // half the next. A box beyond the end of x or of K brings zeros, and all of its bytes; rows
+  // behind the tile's own are other experts', and their sums are dropped.
+  void load_boxes(int stage, int first_row, int k_stage, int width) const {
+    static_assert(kConfig.block_m <= 16 * kBoxRows, "half a warp asks for the boxes of a unit");
+    const int boxes = ceil_div(width, kBoxRows);
+    const int units = stage_units(k_stage);
+    if (lane() == 0) {
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), boxes * units * kBoxBytes);
+    }
+    // The bytes are announced before the first of them can arrive.
+    ptx::sync_warp();
+    const int box = lane() % 16;
+    if (box >= boxes) return;
+#pragma unroll 1
+    for (int unit = lane() / 16; unit < units; unit += 2) {
+      const SmemAddress target = x_stage(stage) + unit * kConfig.x_unit_bytes() + box * kBoxBytes;
+      ptx::tensor_load_2d(target, &addressing.p.x_map, (k_stage * kConfig.units() + unit) * kUnitK,
+                          first_row + box * kBoxRows, ring.full(stage));
     }
   }
 
@@ -415,8 +464,9 @@ class Prefill {
     wait_for_turn<kWidth>();
     for (int k_stage = 0;; ++k_stage) {
       ring.wait_full(at);
-      // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy.
-      ptx::fence_proxy_async();
+      // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy, as boxes
+      // are written.
+      if constexpr (!kSorted) ptx::fence_proxy_async();
       if (stage_units(k_stage) == kConfig.units()) {
         multiply_units<kWidth, kConfig.units()>(sums, at.stage, 0, stripe);
       } else {

@@ -18,6 +18,11 @@ constexpr u64 x_tile_descriptor(SmemAddress tile) {
 // Where 16-byte chunk `chunk` (0 to 7) of row `row` lies in such a tile.
 constexpr int x_tile_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
+// Rows of x that one copy through a tensor map brings, 64 K each; the host encodes the map with
+// this swizzle and these sizes (jit/driver.py).
+inline constexpr int kBoxRows = 16;
+inline constexpr int kBoxBytes = kBoxRows * 128;
+
 // Moves a descriptor by `k16_steps` steps of 16 K (32 bytes) inside the tile.
 constexpr u64 advance_k16(u64 descriptor, int k16_steps) { return descriptor + 2 * k16_steps; }
 

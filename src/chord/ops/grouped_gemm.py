@@ -164,7 +164,7 @@ def run(
     kernel: KernelKey,
     pointers: tuple[int, int, int],
     sizes: tuple[int, int, int, int],
-    tables: tuple[int, ...],
+    tables: tuple[int | bytes, ...],
     counts: tuple[int, ...],
 ) -> None:
     """Launch a grouped GEMM on torch's current stream of a device; all has been checked.
@@ -173,7 +173,7 @@ def run(
         kernel: What to launch, from `choose`, and the device.
         pointers: Addresses of x, the packed weights and the output.
         sizes: Numbers of the GEMM's parameters, in the order of `chord.jit.params`.
-        tables: Addresses in the addressing's parameters.
+        tables: Addresses in the addressing's parameters, behind the map of x if it has one.
         counts: Numbers in the addressing's parameters.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from chord import reference, routing
 from chord.arguments import truth, whole_number
 from chord.errors import InputError
-from chord.jit.launch import KernelKey
+from chord.jit.launch import KernelKey, map_of_rows
 from chord.ops import checks
 from chord.ops.grouped_gemm import choose, run
 from chord.plan.config import Config
@@ -188,11 +188,12 @@ def _launch(
     counts: tuple[int, ...],
 ) -> None:
     """Launch the kernel; `table` and `counts` are the addressing's parameters."""
+    x_at, k = x.data_ptr(), experts.k
     run(
         kernel,
-        (x.data_ptr(), experts.data.data_ptr(), out.data_ptr()),
-        (experts.num_experts, experts.n, experts.k, 0),
-        (table.data_ptr(),),
+        (x_at, experts.data.data_ptr(), out.data_ptr()),
+        (experts.num_experts, experts.n, k, 0),
+        (map_of_rows(kernel, x_at, x.numel() // k, k), table.data_ptr()),
         counts,
     )
 

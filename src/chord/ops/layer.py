@@ -255,6 +255,9 @@ def _launch(
     num_experts = w13.num_experts
     offsets, routes, positions = base + space.offsets, base + space.routes, base + space.positions
     middle, rows = base + space.middle, base + space.rows
+    # One map for all parts: rows of the buffer behind a part's own are never asked for.
+    most = call.tokens_at_once * top_k
+    middle_map = launching.map_of_rows(kernels[1], middle, most, w2.k)
     limit = layer.swiglu.limit
     swiglu = (
         -layer.swiglu.alpha * _LOG2_E,
@@ -280,7 +283,7 @@ def _launch(
         ))
         down.launch(stream, (
             middle, w2.data.data_ptr(), rows, *down_scratch, num_experts, w2.n, w2.k, 0,
-            offsets, num_experts, 0,
+            middle_map, offsets, num_experts, 0,
         ))
         combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (
             rows, positions, on_rows, call.weight_type, out + 2 * start * w2.n, top_k, w2.n,

@@ -27,6 +27,9 @@ ADDRESSINGS = (
     "RoutedGateUp",
     "RoutedDown",
 )
+# Rows of x that lie sorted come to prefill by boxes of 16 (kernels/addressing, kSortedRows).
+SORTED_ADDRESSINGS = ("ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedDown")
+_BOX_ROWS = 16
 
 # The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
 MAX_TILES = 1 << 19
@@ -41,6 +44,7 @@ def reject(config: Config, problem: GemmProblem, device: DeviceFacts) -> str | N
     return (
         reject_problem(problem)
         or reject_on_device(config, device)
+        or _reject_boxes(config, problem)
         or _reject_tiles(config, problem)
     )
 
@@ -149,6 +153,18 @@ def _reject_stages(config: Config) -> str | None:
         return (
             f"stages={config.stages} is not in 2..{most} (one stage loads while one is multiplied; "
             f"barriers of more do not fit)"
+        )
+    return None
+
+
+def _reject_boxes(config: Config, problem: GemmProblem) -> str | None:
+    if not isinstance(config, PrefillConfig) or problem.addressing not in SORTED_ADDRESSINGS:
+        return None
+    if config.block_m % _BOX_ROWS:
+        return (
+            f"block_m={config.block_m} is not a multiple of {_BOX_ROWS}: rows of "
+            f"{problem.addressing} are copied in boxes of {_BOX_ROWS}, which may not reach beyond "
+            f"their tile"
         )
     return None
 

@@ -46,6 +46,8 @@ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity, Where where);
 // copy.cpp
 void bulk_load(std::uint32_t target, const void* source, int bytes, std::uint32_t barrier,
                Where where);
+void tensor_load_2d(std::uint32_t target, const void* map, int k, int row, std::uint32_t barrier,
+                    Where where);
 void cp_async(std::uint32_t target, const void* source, bool valid, Where where);
 void mbarrier_arrive_after_cp_async(std::uint32_t barrier, Where where);
 

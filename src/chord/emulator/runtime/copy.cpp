@@ -30,9 +30,33 @@ void mark_landed(Block& block, std::uint32_t target, int bytes, Epoch epoch) {
   }
 }
 
-void land_bulk(Block& block, std::uint32_t target, const void* source, int bytes, Mbarrier& barrier,
-               Where where) {
-  std::memcpy(block.shared.at(target), source, bytes);
+// A tensor map as runner.py writes it: BF16 [rows, k], for boxes of 16 rows x 64 elements with the
+// 128-byte swizzle.
+struct MapOfRows {
+  const unsigned char* begin;
+  std::uint64_t rows;
+  std::uint64_t k;
+  std::uint64_t row_bytes;
+};
+constexpr int kMapBytes = 128;
+constexpr int kMapAlignment = 64;
+constexpr int kBoxRows = 16;
+constexpr int kRowBytes = 128;
+constexpr int kBoxBytes = kBoxRows * kRowBytes;
+constexpr int kSwizzleBytes = 1024;
+
+// The chunk of 16 bytes that a box takes from the tensor, or null outside of it.
+const unsigned char* chunk_of(const MapOfRows& map, std::int64_t row, std::int64_t k) {
+  const bool exists = row >= 0 && row < static_cast<std::int64_t>(map.rows) && k >= 0 &&
+                      k < static_cast<std::int64_t>(map.k);
+  return exists ? map.begin + row * map.row_bytes + 2 * k : nullptr;
+}
+
+// The hardware swizzles by bits of the address.
+std::uint32_t swizzled(std::uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+
+// The bytes of a copy are in shared memory.
+void finish_bulk(Block& block, std::uint32_t target, int bytes, Mbarrier& barrier, Where where) {
   const Clock phase = barrier.phases + 1;
   mark_landed(block, target, bytes,
               {static_cast<std::uint16_t>(block.slots.bulk(barrier.slot)), place_of(where), phase});
@@ -42,6 +66,16 @@ void land_bulk(Block& block, std::uint32_t target, const void* source, int bytes
   --block.copies_in_flight;
   check_announced(block, barrier, where);
   try_complete(barrier);
+}
+
+Mbarrier& barrier_of_bulk(Block& block, std::uint32_t address, Where where) {
+  Mbarrier& barrier = find_barrier(block, address, "counts a bulk copy on", where);
+  if (!barrier.fenced) {
+    fail(where, text("counts a bulk copy on mbarrier %d, which was set up without "
+                     "fence_mbarrier_init",
+                     barrier.slot));
+  }
+  return barrier;
 }
 
 void land_cp_async(Block& block, CpAsync& copy) {
@@ -65,15 +99,58 @@ void bulk_load(std::uint32_t target, const void* source, int bytes, std::uint32_
   }
   check_input(source, bytes, 16, "copies from", where);
   claim_target(target, bytes, true, where);
-  Mbarrier& barrier = find_barrier(block, address, "counts a bulk copy on", where);
-  if (!barrier.fenced) {
-    fail(where, text("counts a bulk copy on mbarrier %d, which was set up without "
-                     "fence_mbarrier_init",
-                     barrier.slot));
-  }
+  Mbarrier& barrier = barrier_of_bulk(block, address, where);
   ++block.copies_in_flight;
   launch->later([&block, target, source, bytes, &barrier, where] {
-    land_bulk(block, target, source, bytes, barrier, where);
+    std::memcpy(block.shared.at(target), source, bytes);
+    finish_bulk(block, target, bytes, barrier, where);
+  });
+}
+
+void tensor_load_2d(std::uint32_t target, const void* map_bytes, int k, int row,
+                    std::uint32_t address, Where where) {
+  touch();
+  Block& block = *self->block;
+  if (reinterpret_cast<std::uintptr_t>(map_bytes) % kMapAlignment != 0) {
+    fail(where, text("copies through a tensor map that is not aligned to %d bytes", kMapAlignment));
+  }
+  MapOfRows map;
+  static_assert(sizeof map <= kMapBytes, "the emulator's map has to fit where the driver's lies");
+  std::memcpy(&map, map_bytes, sizeof map);
+  if (map.begin == nullptr || map.rows == 0 || map.k % 8 != 0 || map.row_bytes % 16 != 0) {
+    fail(where,
+         text("copies through a tensor map of %llu rows of %llu elements, %llu bytes apart; "
+              "none that the driver would encode",
+              static_cast<unsigned long long>(map.rows), static_cast<unsigned long long>(map.k),
+              static_cast<unsigned long long>(map.row_bytes)));
+  }
+  if (target % kSwizzleBytes != 0) {
+    fail(where, text("copies a box to shared %#x, which is not a multiple of %d bytes: its rows "
+                     "would be swizzled as others",
+                     target, kSwizzleBytes));
+  }
+  for (int r = 0; r < kBoxRows; ++r) {
+    for (int chunk = 0; chunk < kRowBytes / 16; ++chunk) {
+      const unsigned char* source = chunk_of(map, std::int64_t{row} + r, k + 8 * chunk);
+      if (source != nullptr) check_input(source, 16, 16, "copies from", where);
+    }
+  }
+  claim_target(target, kBoxBytes, true, where);
+  Mbarrier& barrier = barrier_of_bulk(block, address, where);
+  ++block.copies_in_flight;
+  launch->later([&block, target, map, k, row, &barrier, where] {
+    for (int r = 0; r < kBoxRows; ++r) {
+      for (int chunk = 0; chunk < kRowBytes / 16; ++chunk) {
+        unsigned char* place = block.shared.at(swizzled(target + kRowBytes * r + 16 * chunk));
+        const unsigned char* source = chunk_of(map, std::int64_t{row} + r, k + 8 * chunk);
+        if (source != nullptr) {
+          std::memcpy(place, source, 16);
+        } else {
+          std::memset(place, 0, 16);
+        }
+      }
+    }
+    finish_bulk(block, target, kBoxBytes, barrier, where);
   });
 }
 

@@ -8,6 +8,7 @@
 namespace chord {
 
 struct ContiguousParams {
+  TensorMap x_map;    // rows of x, for prefill
   const void* table;  // offsets or experts of rows: int or i64
   int is_64bit;
   int num_experts;
@@ -18,11 +19,12 @@ struct ContiguousParams {
                     : ptx::load_global(static_cast<const int*>(table) + index);
   }
 };
-static_assert(sizeof(ContiguousParams) == 24, "ContiguousParams must match jit/params.py");
+static_assert(sizeof(ContiguousParams) == 192, "ContiguousParams must match jit/params.py");
 
 // num_experts + 1 offsets: expert e owns rows offsets[e] to offsets[e + 1] - 1. Items are experts.
 struct ContiguousOffsets {
   using Params = ContiguousParams;
+  static constexpr bool kSortedRows = true;
 
   const Params& p;
 
@@ -49,6 +51,7 @@ struct ContiguousOffsets {
 // holds kMaxSegments stretches of rows.
 struct ContiguousIndices {
   using Params = ContiguousParams;
+  static constexpr bool kSortedRows = true;
 
   const Params& p;
 

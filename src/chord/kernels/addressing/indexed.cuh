@@ -17,6 +17,8 @@ struct Indexed {
     int num_blocks;  // blocks that expert_ids has room for
   };
 
+  static constexpr bool kSortedRows = false;
+
   const Params& p;
 
   // Known to the host; items from num_items() on do not exist.

@@ -3,16 +3,20 @@
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
+#include <chord/kernels/common/types.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 
 namespace chord {
 
 struct Masked {
   struct Params {
+    TensorMap x_map;    // rows of x, for prefill
     const int* counts;  // rows in use of each expert
     int num_experts;
     int max_rows;
   };
+
+  static constexpr bool kSortedRows = true;
 
   const Params& p;
 
@@ -28,6 +32,6 @@ struct Masked {
   int output_row(int position) const { return position; }
   int input_row(int output_row) const { return output_row; }
 };
-static_assert(sizeof(Masked::Params) == 16, "Masked::Params must match jit/params.py");
+static_assert(sizeof(Masked::Params) == 192, "Masked::Params must match jit/params.py");
 
 }  // namespace chord

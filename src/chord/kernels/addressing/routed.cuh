@@ -4,6 +4,7 @@
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
+#include <chord/kernels/common/types.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/router_weight.cuh>
 #include <chord/kernels/stage.cuh>
@@ -40,6 +41,7 @@ static_assert(sizeof(RoutedGateUpParams) == 56, "RoutedGateUpParams must match j
 struct RoutedGateUp : RoutedRows<RoutedGateUpParams> {
   static constexpr Awaits kAwaits = Awaits::kRouting;
   static constexpr bool kSwiglu = true;
+  static constexpr bool kSortedRows = false;
 
   int input_row(int position) const { return ptx::load_written(p.routes + position) / p.top_k; }
 
@@ -51,14 +53,16 @@ struct RoutedGateUp : RoutedRows<RoutedGateUpParams> {
 };
 
 struct RoutedDownParams {
+  TensorMap x_map;  // rows of x, for prefill
   const int* offsets;
   int num_experts;
   int reserved;
 };
-static_assert(sizeof(RoutedDownParams) == 16, "RoutedDownParams must match jit/params.py");
+static_assert(sizeof(RoutedDownParams) == 192, "RoutedDownParams must match jit/params.py");
 
 struct RoutedDown : RoutedRows<RoutedDownParams> {
   static constexpr Awaits kAwaits = Awaits::kRows;
+  static constexpr bool kSortedRows = true;
 
   int input_row(int position) const { return position; }
 };

@@ -22,6 +22,12 @@ struct alignas(16) F32x4 {
   float x, y, z, w;
 };
 
+// What the driver writes about a tensor (CUtensorMap), for copies of boxes of it. A kernel reads it
+// from where its parameters lie.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "kernels assume 32-bit int, 64-bit long long");
 
 }  // namespace chord

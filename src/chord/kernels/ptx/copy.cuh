@@ -31,6 +31,17 @@ __forceinline__ void bulk_load(SmemAddress target, const void* source, int bytes
       : "memory");
 }
 
+// Copies the box of the map's tensor whose first element is (row, k), into shared memory as the map
+// says: the bytes of a whole box arrive on `barrier`, and zeros stand for what lies outside.
+__forceinline__ void tensor_load_2d(SmemAddress target, const TensorMap* map, int k, int row,
+                                    SmemAddress barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(map), "r"(k), "r"(row), "r"(barrier)
+      : "memory");
+}
+
 // Copies 16 bytes through L2.
 __forceinline__ void cp_async(SmemAddress target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");

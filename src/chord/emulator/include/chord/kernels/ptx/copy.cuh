@@ -19,6 +19,12 @@ inline void bulk_load(SmemAddress target, const void* source, int bytes, SmemAdd
   emulator::bulk_load(target, source, bytes, barrier, where);
 }
 
+inline void tensor_load_2d(SmemAddress target, const TensorMap* map, int k, int row,
+                           SmemAddress barrier,
+                           emulator::Where where = emulator::Where::current()) {
+  emulator::tensor_load_2d(target, map, k, row, barrier, where);
+}
+
 inline void cp_async(SmemAddress target, const void* source,
                      emulator::Where where = emulator::Where::current()) {
   emulator::cp_async(target, source, true, where);
