@@ -123,10 +123,10 @@ class Indexed:
             return
         low, high = (int(value) for value in torch.aminmax(ids))
         if low < 0 or high > num_routes:
+            routes = f"routes are 0..{num_routes - 1}" if num_routes else "there are no routes"
             raise InputError(
-                f"sorted_token_ids holds ids from {low} to {high}; routes are "
-                f"0..{num_routes - 1} ({num_tokens} rows, top_k={self.top_k}) and the pad id is "
-                f"{num_routes}"
+                f"sorted_token_ids holds ids from {low} to {high}; {routes} ({num_tokens} rows, "
+                f"top_k={self.top_k}) and the pad id is {num_routes}"
             )
         uses = torch.bincount(ids.flatten(), minlength=num_routes + 1)[:num_routes]
         if bool((uses > 1).any()):

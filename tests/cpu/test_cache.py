@@ -280,7 +280,7 @@ def test_compiling_ahead_fills_the_cache_for_cached_mode(folder: Path, monkeypat
 def test_what_other_kernels_or_compilers_left_is_pruned(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(compiler, "compile_unit", lambda *_: CUBIN)
     monkeypatch.setattr(cache, "_STATE", cache._State())
-    assert cache.entries(folder) == [] and cache.prune(folder) == []
+    assert cache.entries(folder) == [] and cache.prune(folder) == ([], [])
     assert cache.cubin_for(CONFIG, "sm_90a").origin is not None
     (current,) = cache.entries(folder)
     assert current.is_current and current.size == current.path.stat().st_size
@@ -299,13 +299,31 @@ def test_what_other_kernels_or_compilers_left_is_pruned(folder: Path, monkeypatc
     (folder / "killed.tmp").write_bytes(b"part")
     os.utime(folder / "killed.tmp", (0, 0))
     (folder / "writing.tmp").write_bytes(b"part")
-    gone = {entry.path.name for entry in cache.prune(folder)}
+    gone = {entry.path.name for entry in cache.prune(folder)[0]}
     assert gone == {"broken.kernel", "killed.tmp", *(f"{name}.kernel" for name in others)}
     left = {path.name for path in folder.iterdir()}
     assert left == {current.path.name, current.path.with_suffix(".lock").name, "writing.tmp"}
     monkeypatch.setattr(cache, "_STATE", cache._State())
     monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled again"))
     assert cache.cubin_for(CONFIG, "sm_90a").code == CUBIN.code
+
+
+def test_pruning_goes_on_after_a_file_that_stays(folder: Path, monkeypatch) -> None:
+    folder.mkdir(parents=True)
+    for name in ("a", "b", "c", "d"):
+        (folder / f"{name}.kernel").write_bytes(b"old")
+    unlink = Path.unlink
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        if self.name in ("a.kernel", "c.kernel"):
+            raise PermissionError(13, "Permission denied", str(self))
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    gone, failed = cache.prune(folder)
+    assert [entry.path.name for entry in gone] == ["b.kernel", "d.kernel"]
+    assert [Path(error.filename).name for error in failed] == ["a.kernel", "c.kernel"]
+    assert sorted(path.name for path in folder.iterdir()) == ["a.kernel", "c.kernel"]
 
 
 def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch) -> None:
@@ -345,6 +363,34 @@ def test_cached_mode_refuses_what_is_not_there(folder: Path, monkeypatch) -> Non
     with pytest.raises(CompileError, match=r"CHORD_JIT=cached .*chord compile --arch sm_90a"):
         cache.cubin_for(CONFIG, "sm_90a")
     assert not folder.exists()
+
+
+def test_cached_mode_says_that_it_could_not_read(tmp_path: Path, monkeypatch) -> None:
+    """A kernel may well be there: compiling it again would not help."""
+    monkeypatch.setenv("CHORD_JIT", "cached")
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    (tmp_path / "kernels").write_text("a file is a folder that nobody can read, root included")
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
+    with pytest.raises(CompileError, match=r"could not be read .*Not a directory.*CHORD_JIT"):
+        cache.cubin_for(CONFIG, "sm_90a")
+
+
+def expect_unreadable() -> None:
+    try:
+        cache.cubin_for(CONFIG, "sm_90a")
+    except CompileError as error:
+        os._exit(0 if re.search(r"could not be read .*Permission denied", str(error)) else 1)
+    os._exit(2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_cached_mode_names_a_closed_folder(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CHORD_JIT", "cached")
+    monkeypatch.setattr(cache, "_STATE", cache._State())
+    tmp_path.chmod(0o755)
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    assert run_in_child(as_nobody, expect_unreadable) == 0
 
 
 @pytest.mark.field_case(8)

@@ -66,6 +66,24 @@ def test_doctor_names_card_versions_cache_and_variables(monkeypatch: pytest.Monk
         assert word in text
 
 
+def test_doctor_says_whether_vllm_finds_chord(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    plugin = importlib.metadata.EntryPoint("chord", "chord.integrations.vllm:register", "group")
+    for version, plugins, words in (
+        ("none", [plugin], "vllm none; Chord's plugin is installed"),
+        ("0.33.0", [plugin], "vllm 0.33.0; Chord's plugin is installed for it: chord.integrations"),
+        ("0.33.0", [], "vllm 0.33.0; Chord's entry point in vllm.general_plugins is NOT INSTALLED"),
+    ):
+        monkeypatch.setattr(machine, "distribution", lambda name, version=version: version)
+        monkeypatch.setattr(
+            importlib.metadata, "entry_points", lambda plugins=plugins, **_: plugins
+        )
+        before = set(sys.modules)
+        assert words in " ".join(run("doctor").split())
+        assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
+
+
 def test_doctor_and_compile_say_that_a_cache_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,10 +156,11 @@ def test_cache_and_doctor_on_a_folder_that_is_only_read(
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
-    (tmp_path / "kernels" / "old.kernel").write_bytes(b"old")
+    for name in ("old", "older"):
+        (tmp_path / "kernels" / f"{name}.kernel").write_bytes(b"old")
     monkeypatch.setattr(Path, "unlink", refuse)
     text = run("cache", "--prune", fails=InputError)
-    assert "old.kernel: Permission denied" in text and "CHORD_CACHE_DIR" in text
+    assert "old.kernel: Permission denied (and 1 more)" in text and "CHORD_CACHE_DIR" in text
     monkeypatch.setattr(Path, "glob", refuse)
     assert "kernels: Permission denied" in run("cache", fails=InputError)
     assert "CANNOT BE USED" in run("doctor")

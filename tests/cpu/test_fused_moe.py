@@ -151,6 +151,9 @@ REFUSED = (
     ({"workspace": torch.zeros(8)}, r"workspace has 32 bytes, 9 tokens need \d+"),
     ({"activation": "gelu"}, "activation='gelu' is not supported"),
     ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),
+    ({"swiglu_limit": 1e60}, r"swiglu_limit=1e\+60 is beyond 1e\+38, .*computed in FP32"),
+    ({"swiglu_alpha": -3e38}, r"swiglu_alpha=-3e\+38 is beyond"),
+    ({"swiglu_beta": 1e60}, r"swiglu_beta=1e\+60 is beyond"),
     ({"w13": torch.zeros(3)}, r"w13 is a torch.Tensor of torch.float32 \[3\], not PackedExperts"),
     ({"w2": None}, "w2 is None, not PackedExperts"),
 )
@@ -200,6 +203,57 @@ def test_buffers_of_the_workspace_lie_apart(tokens: int) -> None:
     starts = (space.routes, space.positions, space.middle, space.rows, space.num_bytes)
     assert all(end <= start for end, start in zip(ends, starts, strict=True))
     assert all(start % 256 == 0 for start in starts)
+
+
+def placed(tensor: torch.Tensor, buffer: torch.Tensor, start: int) -> torch.Tensor:
+    """Copy a tensor to a byte of a buffer, uint8, [bytes]."""
+    place = buffer[start:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return place.copy_(tensor)
+
+
+def test_a_workspace_in_the_way_of_other_tensors_is_refused() -> None:
+    """On the CPU as on a GPU, where it would be written while they are read."""
+    given = operands()
+    want = chord.fused_moe(**given)
+    size = chord.fused_moe_workspace(9, given["w13"], given["w2"], TOP_K)
+    for name in ("hidden", "topk_weights", "topk_ids", "out"):
+        tensor = torch.empty_like(given["hidden"]) if name == "out" else given[name]
+        room = tensor.nbytes + -tensor.nbytes % 16
+        buffer = torch.zeros(room + size + 16, dtype=torch.uint8)
+        for start, space in ((0, 0), (0, room - 16), (size - 16, 0)):
+            call = given | {name: placed(tensor, buffer, start)}
+            with pytest.raises(InputError, match=rf"workspace, .* overlaps {name} in memory"):
+                chord.fused_moe(**call, workspace=buffer[space:][:size])
+        for start, space in ((0, room), (size, 0)):
+            call = given | {name: placed(tensor, buffer, start)}
+            assert torch.equal(chord.fused_moe(**call, workspace=buffer[space:]), want)
+
+
+def test_addresses_are_checked_without_a_gpu_too() -> None:
+    given = operands()
+    size = chord.fused_moe_workspace(9, given["w13"], given["w2"], TOP_K)
+    odd = torch.zeros(9 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(9, HIDDEN)
+    for name, value in (
+        ("workspace", torch.empty(size + 4, dtype=torch.uint8)[4:]),
+        ("hidden", odd),
+        ("out", odd),
+    ):
+        with pytest.raises(InputError, match=rf"{name} begins at address .* 16-byte aligned"):
+            chord.fused_moe(**given | {name: value})
+    rows = torch.zeros(10, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="overlaps a part of hidden"):
+        chord.fused_moe(**given | {"hidden": rows[:9], "out": rows[1:]})
+
+
+def test_more_experts_than_a_kernel_takes_are_refused_here_too() -> None:
+    space = torch.zeros(513, 64, 64, dtype=torch.uint8), torch.ones(513, 64, 2).bfloat16()
+    w13 = chord.pack_experts(*space, interleave_gate_up=True)
+    w2 = chord.pack_experts(space[0][:, :, :32], space[1][:, :, :1])
+    rows, ids = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="num_experts=513 is more than 512"):
+        chord.fused_moe(rows, w13, w2, torch.ones(1, 1), ids)
+    parts = w13.expert_range(0, 512), w2.expert_range(0, 512)
+    assert chord.fused_moe(rows, *parts, torch.ones(1, 1), ids).shape == (1, 64)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

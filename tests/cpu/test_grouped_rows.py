@@ -11,6 +11,7 @@ import torch
 
 import cases
 import chord
+from chord import device as devices
 from chord import reference
 from chord.errors import InputError, UnsupportedError
 from chord.jit.params import addressing_layout
@@ -272,11 +273,39 @@ def test_scattered_rows_of_an_expert_are_counted(
     assert len(launched) == 1
 
 
-def test_interleaved_weights_are_refused_on_a_card(
+def test_interleaved_weights_are_refused_with_and_without_a_card(
     slots: dict[str, Any], sorted_rows: dict[str, Any], launched: list[Any]
 ) -> None:
     packed = cases.random_weights(E, N, K).pack(interleave_gate_up=True)
     for call, arguments in ((chord.contiguous, sorted_rows), (chord.masked, slots)):
-        with pytest.raises(UnsupportedError, match="interleave_gate_up=True"):
-            call(**on_card(arguments | {"experts": packed}))
+        for given in (arguments | {"experts": packed}, on_card(arguments | {"experts": packed})):
+            with pytest.raises(UnsupportedError, match="interleave_gate_up=True"):
+                call(**given)
     assert not launched
+
+
+def test_more_experts_than_a_kernel_takes_are_refused_with_and_without_a_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "facts_of", lambda index: devices.known("h200"))
+    num = 513
+    weight = torch.zeros(num, 16, 32, dtype=torch.uint8)
+    experts = chord.pack_experts(weight, torch.ones(num, 16, 1, dtype=BF16))
+    x, none = torch.zeros(2, 32, dtype=BF16), torch.zeros(num, dtype=torch.int32)
+    ids, used = ints(0, 1), ints(2)
+    calls = (
+        (chord.contiguous, {"x": x, "expert_offsets": ints(0, *none.tolist())}),
+        (chord.contiguous, {"x": x, "m_indices": ids}),
+        (chord.masked, {"x": torch.zeros(num, 1, 32, dtype=BF16), "tokens_per_expert": none}),
+        (
+            chord.indexed,
+            {"x": x, "sorted_token_ids": ids, "expert_ids": ids, "num_tokens_post_padded": used}
+            | {"top_k": 1, "block_m": 1},
+        ),
+    )
+    for call, arguments in calls:
+        out = torch.zeros(*arguments["x"].shape[:-1], 16, dtype=BF16)
+        arguments |= {"experts": experts, "out": out}
+        for given in (arguments, on_card(arguments)):
+            with pytest.raises(UnsupportedError, match=r"num_experts=513 .*expert_range"):
+                call(**given)

@@ -374,6 +374,12 @@ def test_gradients_are_refused_and_not_dropped(call: dict[str, Any]) -> None:
     layer["hidden"].requires_grad_()
     with pytest.raises(InputError, match=r"hidden \[6, 128\] requires grad, .*hidden\.detach"):
         function(**layer)
+    layer["hidden"].requires_grad_(False)
+    layer["topk_weights"].requires_grad_()
+    with pytest.raises(InputError, match=r"topk_weights \[6, 2\] requires grad, .*no_grad\(\)"):
+        function(**layer)
+    with torch.no_grad():
+        assert not function(**layer).requires_grad
     call["x"].requires_grad_()
     with pytest.raises(InputError, match=r"x \[6, 128\] requires grad, .*no_grad\(\) or pass"):
         chord.indexed(**call)

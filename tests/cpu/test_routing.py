@@ -241,6 +241,12 @@ def test_indexed_values(slots: list[int], experts: list[int], used: int, message
         indexed(slots, experts, used).validate(3, 2)
 
 
+def test_a_route_of_no_rows_is_refused_in_words() -> None:
+    with pytest.raises(InputError, match=r"there are no routes \(0 rows, top_k=1\).* pad id is 0"):
+        indexed([0, 1], [0], 2).validate(0, 1)
+    indexed([0, 0], [0], 2).validate(0, 1)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     ids=st.lists(st.lists(st.integers(-1, 7), min_size=2, max_size=2), min_size=1, max_size=24),

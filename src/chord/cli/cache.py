@@ -29,15 +29,19 @@ def cache(
     if found.folder is None:
         console.print(f"no folder: {found.trouble}", soft_wrap=True)
         return
+    failed: list[OSError] = []
     try:
         if prune:
-            gone = kept.prune(found.folder)
+            gone, failed = kept.prune(found.folder)
             console.print(f"deleted {_sum_up([entry.size for entry in gone])}")
         console.print(describe(found.folder), soft_wrap=True)
+        if failed:
+            raise failed[0]
     except OSError as error:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise InputError(
-            f"{error.filename or found.folder}: {error.strerror or error}; run this as the user "
-            f"whose folder it is, or set CHORD_CACHE_DIR to another"
+            f"{error.filename or found.folder}: {error.strerror or error}{more}; run this as "
+            f"the user whose folder it is, or set CHORD_CACHE_DIR to another"
         ) from None
     trouble = place.trouble()
     if trouble is not None:

@@ -26,6 +26,7 @@ def doctor() -> None:
     facts.add_row("driver", versions.pop("driver") + speaks)
     for name, value in versions.items():
         facts.add_row(name, value)
+    facts.add_row("vllm", _vllm_state(machine.distribution("vllm")))
     facts.add_row("kernels", machine.kernel_digest()[:12])
     facts.add_row("cache", _said(_cache_state))
     facts.add_row("CHORD_JIT", _said(env.jit_mode))
@@ -49,6 +50,19 @@ def _said(ask: Callable[[], str]) -> str:
         return ask()
     except InputError as error:
         return f"WRONG: {error}"
+
+
+def _vllm_state(version: str) -> str:
+    """Say whether vLLM is installed and will find Chord; imports nothing of it."""
+    import importlib.metadata
+
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="chord")
+    if not plugins:
+        return (
+            f"{version}; Chord's entry point in vllm.general_plugins is NOT INSTALLED, so vLLM "
+            f"does not find Chord: install Chord with pip in this environment"
+        )
+    return f"{version}; Chord's plugin is installed for it: {next(iter(plugins)).value}"
 
 
 def _card_lines() -> list[tuple[str, str]]:

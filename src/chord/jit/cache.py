@@ -56,23 +56,31 @@ def cubin_for(
         ahead: Whether this call is there to compile, so that CHORD_JIT=cached does not forbid it.
 
     Raises:
-        CompileError: It does not compile, or CHORD_JIT=cached and it is not in the cache.
+        CompileError: It does not compile, or CHORD_JIT=cached and the cache does not give it.
     """
     unit, origin = _unit_of(config, arch, addressing)
+    key = _key_of(unit, origin)
     describe = f"{origin.label} for {arch}"
 
     def build() -> Cubin:
         if env.jit_mode() == "cached" and not ahead:
-            folder = _STATE.store().folder
+            store = _STATE.store()
+            closed = store.why_unreadable(key)
+            if closed is not None:
+                raise CompileError(
+                    f"{describe} could not be read from the kernel cache ({closed}) and "
+                    f"CHORD_JIT=cached forbids compiling; let this user read that folder, set "
+                    f"CHORD_CACHE_DIR to one that it can read, or unset CHORD_JIT"
+                )
             raise CompileError(
-                f"{describe} is not in the kernel cache ({folder or 'memory only'}) and "
+                f"{describe} is not in the kernel cache ({store.folder or 'memory only'}) and "
                 f"CHORD_JIT=cached forbids compiling; run `chord compile --arch {arch}` or unset "
                 f"CHORD_JIT"
             )
         _LOG.info("compile %s", describe)
         return dataclasses.replace(compiler.compile_unit(unit, arch), origin=origin)
 
-    return _STATE.get_or_build(_key_of(unit, origin), build, describe, ahead=ahead)
+    return _STATE.get_or_build(key, build, describe, ahead=ahead)
 
 
 def is_kept(config: Config | FixedKernel, arch: str, addressing: str) -> bool:
@@ -140,6 +148,19 @@ class DiskStore:
             return decode_entry(path.read_bytes())
         except OSError:
             return None
+
+    def why_unreadable(self, key: str) -> str | None:
+        """Return why it cannot be known whether the entry of `key` is there, or None."""
+        path = self.path(key)
+        if path is None:
+            return None
+        try:
+            path.open("rb").close()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+        return None
 
     def write(self, key: str, cubin: Cubin) -> None:
         """Write an entry beside its place, then rename it there."""
@@ -277,14 +298,20 @@ def entries(folder: Path) -> list[Entry]:
     return found
 
 
-def prune(folder: Path) -> list[Entry]:
-    """Delete the entries that this installation cannot use; return those that are gone."""
-    gone = [entry for entry in entries(folder) if not entry.is_current]
-    for entry in gone:
-        entry.path.unlink(missing_ok=True)
-        if entry.path.suffix == ENTRY_SUFFIX:
-            entry.path.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
-    return gone
+def prune(folder: Path) -> tuple[list[Entry], list[OSError]]:
+    """Delete the entries that this installation cannot use; return those gone, and what failed."""
+    gone, failed = [], []
+    for entry in entries(folder):
+        if entry.is_current:
+            continue
+        try:
+            entry.path.unlink(missing_ok=True)
+            gone.append(entry)
+            if entry.path.suffix == ENTRY_SUFFIX:
+                entry.path.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
+        except OSError as error:
+            failed.append(error)
+    return gone, failed
 
 
 def _is_current(origin: Origin | None) -> bool:

@@ -68,7 +68,7 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
         raise InputError(f"experts are on {data.device}, x is on {x.device}; move one of them")
     if x.device.type not in ("cuda", "cpu"):
         raise InputError(f"x is on {x.device}; Chord runs on CUDA, and on the CPU by its reference")
-    if experts.gate_up_interleaved and x.is_cuda:
+    if experts.gate_up_interleaved:
         raise UnsupportedError(
             "experts were packed with interleave_gate_up=True, whose order the plain grouped GEMM "
             "does not undo; pack them without it"

@@ -61,7 +61,8 @@ def fused_moe(
         out: bf16, [T, H], contiguous, overwritten entirely: tokens without a local expert become
             zero. May be `hidden` itself.
         workspace: any dtype, contiguous, of at least `chord.fused_moe_workspace` bytes, 16-byte
-            aligned; its content is of no meaning. Without it one is allocated by torch.
+            aligned, apart from the other tensors; its content is of no meaning. Without it one is
+            allocated by torch.
         swiglu_alpha: alpha of the formula.
         swiglu_beta: beta of the formula.
         swiglu_limit: Cut gate off above it, and up beyond plus and minus it; None for no limit.
@@ -93,12 +94,23 @@ def fused_moe(
             f"swiglu_alpha, swiglu_beta and swiglu_limit for the constants of models"
         )
     if not torch.compiler.is_compiling():  # where these may be symbols
-        check_tensor("hidden", hidden)
-        checks.refuse_gradients("hidden", hidden)
+        for name, tensor in (("hidden", hidden), ("topk_weights", topk_weights)):
+            check_tensor(name, tensor)
+            checks.refuse_gradients(name, tensor)
         swiglu_alpha = real_number("swiglu_alpha", swiglu_alpha)
         swiglu_beta = real_number("swiglu_beta", swiglu_beta)
         if swiglu_limit is not None:
             swiglu_limit = real_number("swiglu_limit", swiglu_limit)
+    for name, constant in (
+        ("swiglu_alpha", swiglu_alpha),
+        ("swiglu_beta", swiglu_beta),
+        ("swiglu_limit", swiglu_limit),
+    ):
+        if constant is not None and abs(constant) > layer.MAX_CONSTANT:
+            raise InputError(
+                f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and SwiGLU is computed "
+                f"in FP32; pass a smaller one (no limit at all is swiglu_limit=None)"
+            )
     if swiglu_limit is not None and not swiglu_limit > 0:
         raise InputError(f"swiglu_limit={swiglu_limit!r} must be positive, or None for no limit")
     if torch.compiler.is_compiling():

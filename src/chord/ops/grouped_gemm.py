@@ -18,13 +18,13 @@ import torch
 from chord import device as devices
 from chord import reference, routing
 from chord.arguments import check_tensor, truth, whole_number
-from chord.errors import InputError
+from chord.errors import InputError, UnsupportedError
 from chord.jit import launch as launching
 from chord.jit.launch import KernelKey, kernel_key
 from chord.ops import checks
 from chord.plan import select
 from chord.plan.config import Config
-from chord.plan.legality import reject
+from chord.plan.legality import reject, reject_problem
 from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts, check_packed
 
@@ -200,6 +200,17 @@ def choose(problem: GemmProblem, index: int, config: Config | None = None) -> Ke
     return kernel_key(chosen, problem.addressing, index)
 
 
+def refuse_problem(problem: GemmProblem) -> None:
+    """Refuse on the CPU what no kernel does on any card, as `choose` does on a GPU.
+
+    Raises:
+        UnsupportedError: The message says why.
+    """
+    reason = reject_problem(problem)
+    if reason is not None:
+        raise UnsupportedError(reason)
+
+
 @functools.lru_cache(maxsize=16384)
 def _choose(problem: GemmProblem, index: int) -> Config:
     return select.decide(problem, devices.facts_of(index)).config
@@ -272,8 +283,10 @@ def _check_call(
     checks.check_config(config, x)
     has_work = num_routes > 0 and expert_ids.numel() > 0 and sorted_token_ids.numel() > 0
     kernel = None
-    if x.is_cuda:
-        problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_routes, "Indexed")
+    problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_routes, "Indexed")
+    if not x.is_cuda:
+        refuse_problem(problem)
+    else:
         chosen = choose(problem, x.get_device(), config)
         kernel = chosen if has_work else None
     return _Call(

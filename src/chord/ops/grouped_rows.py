@@ -13,7 +13,7 @@ from chord.arguments import truth, whole_number
 from chord.errors import InputError
 from chord.jit.launch import KernelKey, map_of_rows
 from chord.ops import checks
-from chord.ops.grouped_gemm import choose, run
+from chord.ops.grouped_gemm import choose, refuse_problem, run
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts
@@ -75,13 +75,14 @@ def contiguous(
     num_rows = x.shape[0]
     name, table = _contiguous_table(x, experts, expert_offsets, m_indices)
     out = _prepare_out(x, out, (num_rows, experts.n), "a row for each row of x")
+    addressing = "ContiguousOffsets" if name == "expert_offsets" else "ContiguousIndices"
+    problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_rows, addressing)
     if not x.is_cuda:
+        refuse_problem(problem)
         checks.say_reference_once()
         return reference.contiguous(
             x, experts, expert_offsets, out, m_indices=m_indices, validate=validate
         )
-    addressing = "ContiguousOffsets" if name == "expert_offsets" else "ContiguousIndices"
-    problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_rows, addressing)
     kernel = choose(problem, x.get_device(), config)
     if num_rows == 0:
         return out
@@ -157,11 +158,6 @@ def masked(
         raise InputError(f"expected={expected} must not be negative; leave it out")
     shape = (num_experts, max_rows, experts.n)
     out = _prepare_out(x, out, shape, "a row for each slot of x")
-    if not x.is_cuda:
-        checks.say_reference_once()
-        return reference.masked(
-            x, experts, tokens_per_expert, out, expected=expected, validate=validate
-        )
     problem = GemmProblem(
         num_experts,
         experts.n,
@@ -170,6 +166,12 @@ def masked(
         "Masked",
         None if expected is None else num_experts * expected,
     )
+    if not x.is_cuda:
+        refuse_problem(problem)
+        checks.say_reference_once()
+        return reference.masked(
+            x, experts, tokens_per_expert, out, expected=expected, validate=validate
+        )
     kernel = choose(problem, x.get_device(), config)
     if max_rows == 0:
         return out

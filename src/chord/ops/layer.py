@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -28,7 +29,7 @@ from chord.jit.fixed import fixed_launcher
 from chord.jit.launch import KernelKey
 from chord.jit.params import COMBINE, COMBINE_THREADS, ROUTE, WEIGHT_TYPES
 from chord.ops import checks
-from chord.ops.grouped_gemm import choose
+from chord.ops.grouped_gemm import choose, refuse_problem
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts, check_packed
@@ -37,6 +38,7 @@ MAX_ROUTES = 131072
 _SHARE = 2048  # routes that a block of the route kernel places, while there are multiprocessors
 _ALIGNMENT = 256
 _LOG2_E = math.log2(math.e)
+MAX_CONSTANT = 1e38  # of the activation: times log2(e) it still is a number of FP32
 _MAX_REMEMBERED = 4096
 _WEIGHT_TYPES = {getattr(torch, name): number for number, name in enumerate(WEIGHT_TYPES)}
 
@@ -101,7 +103,7 @@ class _Call:
     wide_ids: int
     wide_map: int
     weight_type: int
-    num_bytes: int  # of hidden and of the output
+    sizes: tuple[int, ...]  # bytes of hidden, topk_weights, topk_ids, expert_map and the output
     on_cuda: bool
     kernels: tuple[KernelKey, KernelKey] | None
     space: Space
@@ -193,6 +195,27 @@ def run(
             if len(_calls) >= _MAX_REMEMBERED:
                 _calls.clear()
             _calls[facts] = call
+    if out is None:
+        out = torch.empty_like(hidden)
+    hidden_at, out_at = hidden.data_ptr(), out.data_ptr()
+    apart = abs(out_at - hidden_at)
+    if (hidden_at | out_at) & 15 or 0 < apart < call.sizes[0]:
+        _refuse_addresses(hidden, out)
+    addresses = (
+        hidden_at,
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        0 if expert_map is None else expert_map.data_ptr(),
+        out_at,
+    )
+    if workspace is not None and call.num_tokens:
+        space_at = workspace.data_ptr()
+        end = space_at + call.space.num_bytes
+        if space_at & 15 or any(
+            at < end and space_at < at + size
+            for at, size in zip(addresses, call.sizes, strict=True)
+        ):
+            _refuse_workspace(workspace, call, addresses)
     if not call.on_cuda:
         checks.say_reference_once()
         return reference.fused_moe(
@@ -206,30 +229,11 @@ def run(
             swiglu=(layer.swiglu.alpha, layer.swiglu.beta, layer.swiglu.limit),
             apply_router_weight_on_input=layer.weight_on_input,
         )
-    if out is None:
-        out = torch.empty_like(hidden)
-    hidden_at, out_at = hidden.data_ptr(), out.data_ptr()
-    apart = abs(out_at - hidden_at)
-    if (hidden_at | out_at) & 15 or 0 < apart < call.num_bytes:
-        _refuse_addresses(hidden, out)
     if call.kernels is None:
         return out
     if workspace is None:
         workspace = torch.empty(call.space.num_bytes, dtype=torch.uint8, device=hidden.device)
-    pointers = (
-        hidden_at,
-        topk_weights.data_ptr(),
-        topk_ids.data_ptr(),
-        0 if expert_map is None else expert_map.data_ptr(),
-        out_at,
-        workspace.data_ptr(),
-    )
-    if pointers[-1] & 15:
-        raise InputError(
-            f"workspace begins at address {pointers[-1]:#x}; it must be 16-byte aligned (rows are "
-            f"copied 16 bytes at a time): pass another part of it"
-        )
-    _launch(layer, call, call.kernels, pointers)
+    _launch(layer, call, call.kernels, (*addresses, workspace.data_ptr()))
     return out
 
 
@@ -335,7 +339,10 @@ def _check_call(
     parts = max(1, -(-num_tokens // _tokens_at_once(top_k)))
     tokens_at_once = -(-num_tokens // parts)
     kernels, num_sms = None, 0
-    if hidden.is_cuda:
+    if not hidden.is_cuda:
+        for problem in problems(layer, tokens_at_once * top_k, num_ids):
+            refuse_problem(problem)
+    else:
         index = hidden.get_device()
         num_sms = devices.facts_of(index).num_sms
         chosen = choose_kernels(layer, tokens_at_once * top_k, num_ids, index)
@@ -348,7 +355,10 @@ def _check_call(
         wide_ids=int(topk_ids.dtype is torch.int64),
         wide_map=int(expert_map is not None and expert_map.dtype is torch.int64),
         weight_type=_WEIGHT_TYPES[topk_weights.dtype],
-        num_bytes=2 * hidden.numel(),
+        sizes=tuple(
+            0 if tensor is None else tensor.nbytes
+            for tensor in (hidden, topk_weights, topk_ids, expert_map, hidden)
+        ),
         on_cuda=hidden.is_cuda,
         kernels=kernels,
         space=space,
@@ -367,20 +377,22 @@ def choose_kernels(
         num_ids: Experts of the whole model.
         index: The device.
     """
+    gate_up, down = problems(layer, num_routes, num_ids)
+    gate_up_config, down_config = layer.configs or (None, None)
+    return choose(gate_up, index, gate_up_config), choose(down, index, down_config)
+
+
+def problems(layer: Layer, num_routes: int, num_ids: int) -> tuple[GemmProblem, GemmProblem]:
+    """Return both GEMMs of a part; arguments are those of `choose_kernels`."""
     num_experts = layer.w13.num_experts
     expected = -(-num_routes * num_experts // max(num_ids, num_experts))
-    gate_up_config, down_config = layer.configs or (None, None)
-
-    def choice(experts: PackedExperts, addressing: str, config: Config | None) -> KernelKey:
-        problem = GemmProblem(
+    gate_up, down = (
+        GemmProblem(
             num_experts, experts.n, experts.k, num_routes, addressing, expected_rows=expected
         )
-        return choose(problem, index, config)
-
-    return (
-        choice(layer.w13, "RoutedGateUp", gate_up_config),
-        choice(layer.w2, "RoutedDown", down_config),
+        for experts, addressing in ((layer.w13, "RoutedGateUp"), (layer.w2, "RoutedDown"))
     )
+    return gate_up, down
 
 
 def check_weights(w13: PackedExperts, w2: PackedExperts) -> None:
@@ -455,6 +467,27 @@ def _check_workspace(workspace: torch.Tensor, hidden: torch.Tensor, space: Space
             f"workspace has {workspace.nbytes} bytes, {hidden.shape[0]} tokens need "
             f"{space.num_bytes}; chord.fused_moe_workspace tells the size"
         )
+
+
+def _refuse_workspace(workspace: torch.Tensor, call: _Call, addresses: tuple[int, ...]) -> NoReturn:
+    """Say what is wrong with the place of the workspace, any dtype and any shape."""
+    begin = workspace.data_ptr()
+    if begin % 16:
+        raise InputError(
+            f"workspace begins at address {begin:#x}; it must be 16-byte aligned (rows are copied "
+            f"16 bytes at a time): pass another part of it"
+        )
+    end = begin + call.space.num_bytes
+    names = ("hidden", "topk_weights", "topk_ids", "expert_map", "out")
+    shared = [
+        name
+        for name, at, size in zip(names, addresses, call.sizes, strict=True)
+        if at < end and begin < at + size
+    ]
+    raise InputError(
+        f"workspace, whose first {call.space.num_bytes} bytes are written, overlaps "
+        f"{' and '.join(shared)} in memory; pass one apart from all other tensors"
+    )
 
 
 def _refuse_addresses(hidden: torch.Tensor, out: torch.Tensor) -> None:
