@@ -211,11 +211,11 @@ def run(
     if workspace is not None and call.num_tokens:
         space_at = workspace.data_ptr()
         end = space_at + call.space.num_bytes
-        if space_at & 15 or any(
-            at < end and space_at < at + size
-            for at, size in zip(addresses, call.sizes, strict=True)
-        ):
+        if space_at & 15:
             _refuse_workspace(workspace, call, addresses)
+        for at, size in zip(addresses, call.sizes, strict=True):  # in every call: no generator
+            if at < end and space_at < at + size:
+                _refuse_workspace(workspace, call, addresses)
     if not call.on_cuda:
         checks.say_reference_once()
         return reference.fused_moe(
