@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-GROUP = 32
+from chord.bench.scenarios import GROUP_SIZE
+from chord.bench.small_layer import quantization_config
 
 
 def config(
@@ -35,24 +36,6 @@ def config(
         q_lora: Rank of the queries.
         vocab: Words.
     """
-    weights = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": GROUP,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
-    group = {
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
     ignored = [
         "lm_head",
         "re:.*self_attn.*",
@@ -97,14 +80,7 @@ def config(
         "torch_dtype": "bfloat16",
         "v_head_dim": 128,
         "vocab_size": vocab,
-        "quantization_config": {
-            "config_groups": {"group_0": group},
-            "format": "pack-quantized",
-            "ignore": ignored,
-            "kv_cache_scheme": None,
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-        },
+        "quantization_config": quantization_config(ignored),
     }
 
 
@@ -204,7 +180,7 @@ def _quantized(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Ten
     """Yield the tensors of one INT4 weight, fp32 [N, K], rounded to the nearest code."""
     from compressed_tensors.compressors import pack_to_int32
 
-    groups = weight.unflatten(-1, (-1, GROUP))
+    groups = weight.unflatten(-1, (-1, GROUP_SIZE))
     scales = (groups.abs().amax(dim=-1) / 7).bfloat16()
     codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(-2)
     yield f"{name}.weight_packed", pack_to_int32(codes.to(torch.int8), 4)

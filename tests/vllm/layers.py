@@ -20,6 +20,8 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
+from chord.bench.small_layer import quantization_config
+
 PREFIX = "model.layers.3.mlp.experts"
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 128, 64
 
@@ -53,32 +55,7 @@ def all_to_all(backend: str) -> FusedMoEParallelConfig:
 
 def checkpoint_config(**weights: Any) -> dict[str, Any]:
     """Return the quantization_config of a Kimi K2 checkpoint; `weights` changes its entries."""
-    entries: dict[str, Any] = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": 32,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
-    group = {
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": {**entries, **weights},
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": "pack-quantized",
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
+    return quantization_config(["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"], **weights)
 
 
 def moe_config(

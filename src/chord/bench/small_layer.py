@@ -7,8 +7,10 @@ kernels, the packer or the reference.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,22 +18,41 @@ from chord.bench.operands import Checkpoint, random_checkpoint
 from chord.bench.scenarios import GROUP_SIZE
 
 FILE_NAME = "model-00001-of-00001.safetensors"
-_QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": GROUP_SIZE,
-            },
-        }
-    },
-}
+
+
+def quantization_config(ignore: Iterable[str] = (), **weights: object) -> dict[str, Any]:
+    """Return the quantization_config of a W4A16 checkpoint, as compressed-tensors writes it.
+
+    Args:
+        ignore: Names or `re:` patterns of the layers that are not quantised.
+        weights: Entries of the weights' scheme that differ from Kimi K2's.
+    """
+    scheme: dict[str, object] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": GROUP_SIZE,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": scheme | weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,7 @@ def write_checkpoint(folder: Path, shape: LayerShape, layer: int = 1) -> tuple[i
     save_file(tensors, folder / FILE_NAME)
     index = {"weight_map": dict.fromkeys(tensors, FILE_NAME)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {"n_routed_experts": shape.num_experts, "quantization_config": _QUANTIZATION}
+    config = {"n_routed_experts": shape.num_experts, "quantization_config": quantization_config()}
     (folder / "config.json").write_text(json.dumps(config))
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
