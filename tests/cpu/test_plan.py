@@ -104,6 +104,13 @@ def test_tiles_are_counted_in_twenty_bits() -> None:
         select.decide(many, H200)
 
 
+def test_chunks_are_counted_in_31_bits() -> None:
+    many = GemmProblem(num_experts=1, n=1 << 16, k=1 << 16, routed_rows=524_000)
+    reason = legality.reject(DECODE, many, H200)
+    assert reason is not None and "chunks of 256 features x 256 K" in reason
+    assert legality.reject(PREFILL, many, H200) is None
+
+
 @pytest.mark.parametrize("card", devices.known_cards())
 @pytest.mark.parametrize("rows", [0, 1, 64, 160, 1024, 16384, 131072, 299_600])
 def test_decide_returns_a_legal_choice_with_its_reasons(card: str, rows: int) -> None:

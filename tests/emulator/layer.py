@@ -10,7 +10,7 @@ import torch
 from chord.emulator.build import build, build_source
 from chord.emulator.runner import (
     AWAITED,
-    FLAGS,
+    COUNTERS,
     INPUT,
     OUTPUT,
     PARTIAL,
@@ -177,7 +177,7 @@ def gemm(
     down for its rows.
     """
     is_down = addressing == "RoutedDown"
-    partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
+    partial, counters = (alone(tensor) for tensor in scratch_of(config, num_blocks))
     x, data, out = alone(x), alone(packed.data), alone(out)
     layout = addressing_layout(addressing)
     tables = {
@@ -185,7 +185,7 @@ def gemm(
     }
     given = {"x_map": map_of_rows(x)} | given
     params = layout.packer.pack(
-        *(tensor.data_ptr() for tensor in (x, data, out, partial, flags)),
+        *(tensor.data_ptr() for tensor in (x, data, out, partial, counters)),
         packed.num_experts,
         packed.n,
         packed.k,
@@ -203,7 +203,7 @@ def gemm(
             ("weight", data, INPUT),
             ("out", out, OUTPUT),
             ("partial", partial, PARTIAL),
-            ("flags", flags, FLAGS),
+            ("counters", counters, COUNTERS),
             *(
                 (name, table, AWAITED if name in ("offsets", "routes") and not is_down else INPUT)
                 for name, table in tables.items()

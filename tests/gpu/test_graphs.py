@@ -12,6 +12,7 @@ import chord
 from cases import exact_x, expected_rows, poisoned, random_weights, topk_ids
 from chord.errors import CaptureError
 from chord.jit import launch
+from chord.plan.config import NO_SUM
 
 pytestmark = pytest.mark.gpu
 
@@ -206,13 +207,15 @@ def test_streams_do_not_share_scratch(experts, weights) -> None:
     assert len(places) == len(streams)
 
 
-def test_flags_are_zero_between_launches(experts, weights) -> None:
+def test_scratch_is_clean_between_launches(experts, weights) -> None:
     step = Step(16, experts, weights)
     for ids in routings(16):
         step.route(ids)
         step.run()
     torch.cuda.synchronize()
-    assert all(not scratch.flags.any() for scratch in launch._scratch.values())
+    for scratch in launch._scratch.values():
+        assert not scratch.counters.any()
+        assert scratch.partial.view(torch.int32).eq(NO_SUM).all()
 
 
 def test_threads_launch_side_by_side(experts, weights) -> None:

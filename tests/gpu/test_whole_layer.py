@@ -16,7 +16,7 @@ import tolerance
 from chord.errors import CaptureError
 from chord.jit import fixed, launch
 from chord.ops import layer
-from chord.plan.config import Config, shipped_configs
+from chord.plan.config import NO_SUM, Config, shipped_configs
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_every_configuration(configs: Configs) -> None:
 
 
 def test_any_two_configurations() -> None:
-    """Decode's flags and prefill's counters live side by side while the stages overlap."""
+    """Partial sums and counters live side by side while the stages overlap."""
     given = made(RAGGED[1], 40)
     want = expected(given)
     for first in CONFIGS:
@@ -328,7 +328,10 @@ def test_two_streams_do_not_meet() -> None:
     torch.cuda.synchronize()
     for out, want in zip(outs, wanted, strict=True):
         assert torch.equal(out, want)
-    assert all(not scratch.flags.any() for scratch in launch._scratch.values())
+    assert all(not scratch.counters.any() for scratch in launch._scratch.values())
+    assert all(
+        scratch.partial.view(torch.int32).eq(NO_SUM).all() for scratch in launch._scratch.values()
+    )
 
 
 def test_nothing_is_allocated_with_out_and_workspace() -> None:

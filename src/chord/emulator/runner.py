@@ -21,15 +21,14 @@ import torch
 from chord.emulator.build import LIBRARY, build
 from chord.errors import ChordError
 from chord.jit.params import addressing_layout
-from chord.plan.config import Config, DecodeConfig
+from chord.plan.config import NO_SUM, Config
 from chord.routing import Contiguous, Indexed, Masked
 from chord.weights.packed import PackedExperts
 
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
-INPUT, OUTPUT, PARTIAL, FLAGS, AWAITED = range(5)
+INPUT, OUTPUT, PARTIAL, COUNTERS, AWAITED = range(5)
 _ERROR_BYTES = 1 << 20
 _GUARD_BYTES = 64 << 20
-_FLAGS_PER_BLOCK = 8  # one a multiplying warp
 
 
 class EmulatorError(ChordError):
@@ -62,12 +61,12 @@ def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Ten
     """Return scratch for a launch of `num_blocks` blocks.
 
     Returns:
-        Partial sums, float32, [num_blocks * config.partial_floats()], NaN, or [0] where the kernel
-        leaves none; flags, int32, [num_blocks * 8], zero.
+        Partial sums, float32, [num_blocks * config.partial_floats()], no sum anywhere; counters,
+        int32, [config.counters()], zero.
     """
-    floats = config.partial_floats() if isinstance(config, DecodeConfig) else 0
-    partial = torch.full((num_blocks * floats,), float("nan"))
-    return partial, torch.zeros(num_blocks * _FLAGS_PER_BLOCK, dtype=torch.int32)
+    floats = num_blocks * config.partial_floats()
+    partial = torch.full((floats,), NO_SUM, dtype=torch.int32).view(torch.float32)
+    return partial, torch.zeros(config.counters(), dtype=torch.int32)
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +143,7 @@ def launch_of(
         out: bfloat16, [M * top_k, N], [R, N] or [E, max_m, N].
         num_blocks: Blocks of the launch.
     """
-    partial, flags = (alone(tensor) for tensor in scratch_of(config, num_blocks))
+    partial, counters = (alone(tensor) for tensor in scratch_of(config, num_blocks))
     x, data, out = alone(x), alone(packed.data), alone(out)
     values, tables = _addressing_values(x, packed, routing, out)
     params = addressing_layout(addressing_of(routing)).packer.pack(
@@ -152,7 +151,7 @@ def launch_of(
         data.data_ptr(),
         out.data_ptr(),
         partial.data_ptr(),
-        flags.data_ptr(),
+        counters.data_ptr(),
         packed.num_experts,
         packed.n,
         packed.k,
@@ -164,7 +163,7 @@ def launch_of(
         ("weight", data, INPUT),
         ("out", out, OUTPUT),
         ("partial", partial, PARTIAL),
-        ("flags", flags, FLAGS),
+        ("counters", counters, COUNTERS),
         *((name, table, INPUT) for name, table in tables),
     ]
     return Launch(params, tensors)

@@ -3,11 +3,11 @@
 `Launcher` is one kernel on one device for one thread: its structs are filled once, a launch packs
 the pointers and sizes and calls the driver. It knows nothing of shapes: `ops` has checked them.
 
-Scratch (partial sums, flags and counters) belongs to a stream, so two streams never
-share it, and within a stream launches follow each other. Kernels leave the flags zero, so a stream
+Scratch (partial sums and counters) belongs to a stream, so two streams never share it, and within a
+stream launches follow each other. Kernels leave no sum and counters of zero, so a stream
 handle that is destroyed and used again finds its scratch fit for use. A captured graph may be
 replayed on any stream, so every capture takes scratch of its own from the graph's memory pool and
-zeroes its flags in the graph: once a capture and stream, not once a launch.
+clears it in the graph: once a capture and stream, not once a launch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from chord import device as devices
 from chord.errors import CaptureError, CompileError
 from chord.jit import cache, compiler, driver
-from chord.jit.params import FLAGS_REGIONS, addressing_layout
+from chord.jit.params import COUNTERS_REGIONS, addressing_layout
 from chord.jit.source import ENTRY
-from chord.plan.config import Config, shipped_configs
+from chord.plan.config import NO_SUM, Config, shipped_configs
 
 
 def _public_current_stream(index: int) -> int:
@@ -120,7 +120,7 @@ class Launcher:
         packer = layout.packer
         self.kernel = kernel
         self._index = kernel.index
-        self._room = (kernel.config.partial_floats(), kernel.config.warps)
+        self._room = (kernel.config.partial_floats(), kernel.config.counters())
         self._params = ctypes.create_string_buffer(packer.size)
         self._pack = functools.partial(packer.pack_into, self._params, 0)
         # The driver takes an array of pointers to arguments; ours has one.
@@ -134,7 +134,7 @@ class Launcher:
             block_z=1,
             smem_bytes=kernel.config.smem_bytes(),
         )
-        self._flags_region = layout.flags_region
+        self._counters_region = layout.counters_region
         self._attributes = driver.begin_early(self._config) if layout.is_stage else None
         launch = driver.library().cuLaunchKernelEx
         self._call = functools.partial(
@@ -146,26 +146,25 @@ class Launcher:
         )
 
     def scratch_pointers(self, stream: int) -> tuple[int, int]:
-        """Return the addresses of partial sums and flags for a launch on `stream`.
+        """Return the addresses of partial sums and counters for a launch on `stream`.
 
         Args:
             stream: Handle of torch's current stream on the kernel's device, the current one.
         """
-        floats, warps = self._room
+        floats, counters = self._room
         key = (self._index, stream)
         capture = driver.capture_id(stream) if is_capturing() else None
         kept = _scratch if capture is None else _captured_scratch
         scratch = kept.get(key)
-        if (
-            scratch is None
-            or scratch.floats < floats
-            or scratch.warps < warps
-            or scratch.capture != capture
-        ):
+        if scratch is None or scratch.capture != capture:
             # The last capture's memory goes back to its pool, where the next graph may take it.
             kept.pop(key, None)
-            scratch = kept[key] = _allocate(self.kernel, capture)
-        return scratch.pointers[self._flags_region]
+            scratch = kept[key] = _allocate(self._index, capture, floats, counters)
+        elif scratch.floats < floats or scratch.num_counters < counters:
+            floats = max(floats, scratch.floats)
+            counters = max(counters, scratch.num_counters)
+            scratch = kept[key] = _allocate(self._index, capture, floats, counters)
+        return scratch.pointers[self._counters_region]
 
     def launch(self, stream: int, values: tuple[float | bytes, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
@@ -249,35 +248,39 @@ class Scratch:
     """What the blocks of a launch tell each other, for one stream.
 
     Attributes:
-        partial: fp32, [num_sms, floats of a block]: decode's partial sums.
-        flags: int32, [regions, num_sms, warps], zero between launches: decode's flags, prefill's
-            counters; a region for each of the kernels that may run at the same time on a stream.
+        partial: fp32, [num_sms, floats]: decode's partial sums, NO_SUM between launches.
+        counters: int32, [regions, num_counters], zero between launches: prefill's; a region for
+            each of the kernels that may run at the same time on a stream.
         capture: Number of the capture that it was allocated in, or None.
-        pointers: Addresses of partial and flags, for each region.
+        pointers: Addresses of partial and counters, for each region.
         floats: Floats of partial sums that a block finds room for.
-        warps: Warps of a block that find a flag.
+        num_counters: Counters of a region.
     """
 
     partial: torch.Tensor
-    flags: torch.Tensor
+    counters: torch.Tensor
     capture: int | None
     pointers: tuple[tuple[int, int], ...]
     floats: int
-    warps: int
+    num_counters: int
 
 
 _scratch: dict[tuple[int, int], Scratch] = {}
 _captured_scratch: dict[tuple[int, int], Scratch] = {}
 
 
-def _allocate(kernel: LoadedKernel, capture: int | None) -> Scratch:
-    """Return scratch for the largest shipped configuration, and for that of `kernel`."""
-    facts = devices.facts_of(kernel.index)
-    configs = (kernel.config, *shipped_configs(facts.arch))
-    floats = max(config.partial_floats() for config in configs)
-    warps = max(config.warps for config in configs)
-    where = torch.device("cuda", kernel.index)
-    partial = torch.empty(facts.num_sms, floats, dtype=torch.float32, device=where)
-    flags = torch.zeros(FLAGS_REGIONS, facts.num_sms, warps, dtype=torch.int32, device=where)
-    pointers = tuple((partial.data_ptr(), region.data_ptr()) for region in flags)
-    return Scratch(partial, flags, capture, pointers, floats, warps)
+def _allocate(index: int, capture: int | None, floats: int, counters: int) -> Scratch:
+    """Return scratch for a kernel; outside of a capture, for the shipped configurations as well.
+
+    A graph clears its scratch at every replay, and so has no more than its kernels need.
+    """
+    facts = devices.facts_of(index)
+    if capture is None:
+        configs = shipped_configs(facts.arch)
+        floats = max(floats, *(config.partial_floats() for config in configs))
+        counters = max(counters, *(config.counters() for config in configs))
+    where = torch.device("cuda", index)
+    partial = torch.full((facts.num_sms, floats), NO_SUM, dtype=torch.int32, device=where)
+    region = torch.zeros(COUNTERS_REGIONS, counters, dtype=torch.int32, device=where)
+    pointers = tuple((partial.data_ptr(), one.data_ptr()) for one in region)
+    return Scratch(partial.view(torch.float32), region, capture, pointers, floats, counters)

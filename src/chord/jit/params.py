@@ -42,7 +42,7 @@ GEMM_FIELDS = (
     ("weight", "pointer"),
     ("out", "pointer"),
     ("partial", "pointer"),
-    ("flags", "pointer"),
+    ("counters", "pointer"),
     ("num_experts", "int"),
     ("n", "int"),
     ("k", "int"),
@@ -61,15 +61,15 @@ class AddressingLayout:
             is their tensor map, which only prefill reads.
         is_stage: Whether its kernels begin while the one before on the stream still runs
             (kernels/stage.cuh).
-        flags_region: Which flags of the stream's scratch its kernels use. A stage that touches its
-            flags before it waits needs others than the stage before it.
+        counters_region: Which counters of the stream's scratch its kernels use. A stage that
+            touches its counters before it waits needs others than the stage before it.
     """
 
     name: str
     header: str
     fields: Fields
     is_stage: bool = False
-    flags_region: int = 0
+    counters_region: int = 0
 
     @property
     def packer(self) -> struct.Struct:
@@ -146,7 +146,7 @@ ROUTED_DOWN = AddressingLayout(
         ("reserved", "int"),
     ),
     is_stage=True,
-    flags_region=1,
+    counters_region=1,
 )
 
 _LAYOUTS = {
@@ -160,7 +160,7 @@ _LAYOUTS = {
         ROUTED_DOWN,
     )
 }
-FLAGS_REGIONS = 1 + max(layout.flags_region for layout in _LAYOUTS.values())
+COUNTERS_REGIONS = 1 + max(layout.counters_region for layout in _LAYOUTS.values())
 
 
 def addressing_layout(name: str) -> AddressingLayout:

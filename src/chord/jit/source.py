@@ -16,6 +16,7 @@ from chord.plan.config import Config
 
 ENTRY = "chord_entry"
 _INCLUDE = re.compile(r"^#include <chord/kernels/([^>]+)>", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
 
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__({kernel.num_threads})
 
 @functools.cache
 def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
-    """Return the hash of the headers that both kernels reach: names and contents, never times.
+    """Return the hash of the headers that both kernels reach: names and code, never times.
 
     Records of measurements carry it, and every cache key contains it. What another addressing type
     brings does not count, so that a new one leaves records and caches of the others valid.
@@ -95,7 +96,11 @@ def headers_of(addressing: str, config: Config | FixedKernel | None = None) -> t
 
 
 def digest_headers(names: tuple[str, ...], root: Path) -> str:
-    """Return the hash of headers below `root` and of all that they include, read anew."""
+    """Return the hash of headers below `root` and of all that they include, read anew.
+
+    Comments and the way lines are broken do not count: what was measured stays measured when a
+    comment is put right.
+    """
     contents: dict[str, bytes] = {}
     waiting = list(names)
     while waiting:
@@ -105,6 +110,6 @@ def digest_headers(names: tuple[str, ...], root: Path) -> str:
             waiting += _INCLUDE.findall(contents[name].decode())
     digest = hashlib.sha256()
     for name, content in sorted(contents.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode())
-        digest.update(content)
+        code = " ".join(_COMMENT.sub(" ", content.decode()).split())
+        digest.update(f"{name}\0{len(code)}\0{code}".encode())
     return digest.hexdigest()

@@ -11,6 +11,11 @@
 //            chunk; the others work on theirs first of all and leave partial sums in `partial`, so
 //            the finisher, which comes to it last of all, finds them. It adds them in the order of
 //            K: same bits every run.
+// Partial    a slot a block. Between launches it holds kNoSum; the finisher waits until there is a
+//            sum in each word and puts kNoSum back. No flag, and no fence, for which a warp would
+//            stand still.
+// Code       comes from cold memory at every launch, for the weights have driven it out of L2: one
+//            copy of the loop's body a width, unrolled no more than pays, is worth 4 us.
 // Timeline   weights: wait empty | announce bytes | one bulk copy a stripe
 //            x:       wait empty | note rows and width, announce bytes | one bulk copy a row
 //            warps:   wait full | dequantise, multiply | arrive empty | after a tile: store it
@@ -51,6 +56,8 @@ class Decode {
 
   static constexpr int kRowTiles = kConfig.warp_features / kRowTileFeatures;
   static constexpr int kRowsPerLane = ceil_div(kConfig.max_tokens, 32);
+  // Units of a stage whose code is written out one after another.
+  static constexpr int kUnroll = kConfig.units() % 4 == 0 ? 4 : kConfig.units() % 3 == 0 ? 3 : 2;
 
   struct Smem {
     SmemAddress weight = ptx::dynamic_smem();
@@ -97,10 +104,11 @@ class Decode {
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     build_schedule<kConfig.threads()>(addressing, table, smem.scratch, kConfig.max_tokens);
-    const i64 chunks = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_chunks();
+    // The host sees to it that chunks are fewer than 2^31.
+    const int chunks = table.num_tiles() * feature_tiles() * k_chunks();
     chunks_per_block = chunks / ptx::grid_dim();
-    longer_blocks = static_cast<int>(chunks % ptx::grid_dim());
-    const i64 begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
+    longer_blocks = chunks % ptx::grid_dim();
+    const int begin = first_chunk(ptx::block_idx()), end = first_chunk(ptx::block_idx() + 1);
     if (begin == end) return await<Addressing, Awaits::kRows>();
     if (warp < kConfig.warps) {
       multiply(begin, end);
@@ -119,13 +127,13 @@ class Decode {
   int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
 
   // First chunk of block `block`; blocks differ by at most one chunk.
-  i64 first_chunk(int block) const {
+  int first_chunk(int block) const {
     return chunks_per_block * block + min_of(block, longer_blocks);
   }
 
-  Cursor cursor_at(i64 chunk) const {
-    const int tile = static_cast<int>(chunk / k_chunks());
-    return {tile / feature_tiles(), tile % feature_tiles(), static_cast<int>(chunk % k_chunks())};
+  Cursor cursor_at(int chunk) const {
+    const int tile = chunk / k_chunks();
+    return {tile / feature_tiles(), tile % feature_tiles(), chunk % k_chunks()};
   }
 
   // Moves on to the next feature tile; true when that begins another row tile.
@@ -164,11 +172,11 @@ class Decode {
   }
 
   // ---- Loading warps. Weights do not wait until it is known whose rows they are for.
-  __forceinline__ void load_all_weights(i64 begin, i64 end) {
+  __forceinline__ void load_all_weights(int begin, int end) {
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     int expert = table.find(cursor.row_tile).expert;
-    for (i64 chunk = begin; chunk < end; ++chunk) {
+    for (int chunk = begin; chunk < end; ++chunk) {
       ring.wait_empty(at);
       load_weights(at.stage, cursor, expert);
       at.advance();
@@ -179,12 +187,12 @@ class Decode {
     }
   }
 
-  __forceinline__ void load_all_x(i64 begin, i64 end) {
+  __forceinline__ void load_all_x(int begin, int end) {
     await<Addressing, Awaits::kRows>();
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     Rows rows = load_rows(cursor.row_tile);
-    for (i64 chunk = begin; chunk < end; ++chunk) {
+    for (int chunk = begin; chunk < end; ++chunk) {
       ring.wait_empty(at);
       load_x(at.stage, cursor, rows);
       at.advance();
@@ -241,11 +249,11 @@ class Decode {
   }
 
   // ---- Multiplying warps.
-  __forceinline__ void multiply(i64 begin, i64 end) {
+  __forceinline__ void multiply(int begin, int end) {
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
-    for (i64 chunk = begin; chunk < end;) {
-      const int chunks = static_cast<int>(min(end - chunk, i64{k_chunks() - cursor.k_chunk}));
+    for (int chunk = begin; chunk < end;) {
+      const int chunks = min_of(end - chunk, k_chunks() - cursor.k_chunk);
       // Lane-dependent addresses are worked out once a tile; hoisted above the widths, each width's
       // copies would stay live and spill.
       lane = ptx::opaque(lane);
@@ -259,8 +267,6 @@ class Decode {
     }
   }
 
-  static constexpr i64 min(i64 a, i64 b) { return a < b ? a : b; }
-
   // Calls `body` with the tile's width as a constant.
   template <int kWidth, class Body>
   static void with_width(int width, Body&& body) {
@@ -273,19 +279,18 @@ class Decode {
   // Chunks [chunk, chunk + chunks) of one tile, from `cursor` on.
   template <int kWidth>
   void multiply_tile(RingPosition<kConfig.stages>& at, const Cursor& cursor, int chunks,
-                     i64 chunk) {
+                     int chunk) {
     constexpr int kEights = kWidth / 8;
     float sums[kRowTiles][kEights][4] = {};
     // Warps behind N repeat the last stripe, and nothing of it is stored.
     const int stripe =
         min_of(warp * kConfig.warp_features / kUnitFeatures, tile_stripes(cursor.feature_tile) - 1);
-    for (int i = 0; i + 1 < chunks; ++i) {
+    for (int i = 0;; ++i) {
       ring.wait_full(at);
       multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + i, stripe);
+      if (i == chunks - 1) break;
       release(at);
     }
-    ring.wait_full(at);
-    multiply_stage<kEights>(sums, at.stage, cursor.k_chunk + chunks - 1, stripe);
     int output_row[kEights];  // of token 8 e + lane / 4
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
@@ -296,7 +301,10 @@ class Decode {
       leave_partial<kEights>(sums);
       return;
     }
-    if (chunks < k_chunks()) add_partials<kEights>(sums, chunk + k_chunks());
+#pragma unroll 1
+    for (int block = ptx::block_idx() + 1; first_chunk(block) < chunk + k_chunks(); ++block) {
+      if (first_chunk(block + 1) > first_chunk(block)) add_partial<kEights>(sums, block);
+    }
     store_tile<kEights>(sums, output_row, cursor.feature_tile);
   }
 
@@ -313,9 +321,8 @@ class Decode {
     // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
     const SmemAddress x = x_stage(stage) + (lane % 8) * kConfig.x_row_bytes() + (lane / 8) * 16;
     if (groups >= 2 * kConfig.units()) {
-      // Unrolled whole, so that loads of the next units overlap: worth 5 % at 16 tokens. Wider sums
-      // leave no registers for that.
-#pragma unroll(kEights* kRowTiles > 4 ? 1 : kConfig.units())
+      // Unrolled, so that loads of the next units overlap; wider sums leave fewer registers for it.
+#pragma unroll(kEights* kRowTiles > 8 ? 1 : (kEights * kRowTiles > 4 ? 2 : kUnroll))
       for (int unit = 0; unit < kConfig.units(); ++unit) {
         multiply_unit<kEights>(sums, weight + unit * kUnitBytes, x + unit * 2 * kUnitK, 2);
       }
@@ -376,13 +383,21 @@ class Decode {
     }
   }
 
-  // A warp's 16 bytes a lane at (block, i, eight) of the partial sums.
-  F32x4* partial_at(int block, int i, int eight) const {
-    const i64 row = (static_cast<i64>(block) * kConfig.warps + warp) * kRowTiles + i;
+  // A NaN that no arithmetic gives.
+  static constexpr u32 kNoSumBits = 0xffffffffu;
+  static constexpr float kNoSum = __builtin_bit_cast(float, kNoSumBits);
+
+  static bool is_missing(const F32x4& s) {
+    const auto missing = [](float word) { return __builtin_bit_cast(u32, word) == kNoSumBits; };
+    return missing(s.x) || missing(s.y) || missing(s.z) || missing(s.w);
+  }
+
+  // A warp's 16 bytes a lane at (slot, i, eight) of block `slot`'s partial sums.
+  F32x4* partial_at(int slot, int i, int eight) const {
+    const i64 row = (static_cast<i64>(slot) * kConfig.warps + warp) * kRowTiles + i;
     return reinterpret_cast<F32x4*>(p.partial) + (row * (kConfig.max_tokens / 8) + eight) * 32 +
            lane;
   }
-  u32* flag_at(int block) const { return p.flags + block * kConfig.warps + warp; }
 
   template <int kEights>
   void leave_partial(const float (&sums)[kRowTiles][kEights][4]) {
@@ -394,29 +409,38 @@ class Decode {
         ptx::store_partial(partial_at(ptx::block_idx(), i, eight), {s[0], s[1], s[2], s[3]});
       }
     }
-    ptx::sync_warp();
-    if (lane == 0) ptx::store_release(flag_at(ptx::block_idx()), 1);
   }
 
-  // Adds what the next blocks have left of the tile whose last chunk is before `tile_end`.
+  // Waits for what block `slot` leaves, adds it and clears the slot for the next launch.
   template <int kEights>
-  void add_partials(float (&sums)[kRowTiles][kEights][4], i64 tile_end) {
-    for (int block = ptx::block_idx() + 1; first_chunk(block) < tile_end; ++block) {
-      if (first_chunk(block + 1) == first_chunk(block)) continue;
-      if (lane == 0) {
-        while (ptx::load_acquire(flag_at(block)) == 0) {
-        }
-        ptx::store_release(flag_at(block), 0);  // ready for the next launch
-      }
-      ptx::sync_warp();
+  void add_partial(float (&sums)[kRowTiles][kEights][4], int slot) {
+    F32x4 other[kRowTiles][kEights];
+    bool missing;
+    do {
+      missing = false;
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int eight = 0; eight < kEights; ++eight) {
-          const F32x4 s = ptx::load_partial(partial_at(block, i, eight));
-          sums[i][eight][0] += s.x, sums[i][eight][1] += s.y;
-          sums[i][eight][2] += s.z, sums[i][eight][3] += s.w;
+          other[i][eight] = ptx::load_partial(partial_at(slot, i, eight));
         }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int eight = 0; eight < kEights; ++eight) {
+          missing = missing || is_missing(other[i][eight]);
+        }
+      }
+    } while (missing);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int eight = 0; eight < kEights; ++eight) {
+        const F32x4& s = other[i][eight];
+        ptx::store_partial(partial_at(slot, i, eight), {kNoSum, kNoSum, kNoSum, kNoSum});
+        sums[i][eight][0] += s.x, sums[i][eight][1] += s.y;
+        sums[i][eight][2] += s.z, sums[i][eight][3] += s.w;
       }
     }
   }
@@ -443,7 +467,7 @@ class Decode {
   int warp = ptx::thread_idx() / 32;
   int lane = ptx::thread_idx() % 32;
   const SegmentTable table{smem.table};
-  i64 chunks_per_block = 0;
+  int chunks_per_block = 0;
   int longer_blocks = 0;  // the first of them have one chunk more
 };
 

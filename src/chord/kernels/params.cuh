@@ -10,8 +10,8 @@ struct GemmParams {
   const void* x;       // BF16 activations, rows of k elements
   const void* weight;  // packed units (weight_layout.cuh)
   void* out;           // BF16 result, rows of n elements
-  float* partial;      // decode: partial sums of split tiles; belongs to the stream
-  u32* flags;          // decode: one a block and warp, zero between launches
+  float* partial;      // decode: partial sums of split tiles, kNoSum between launches
+  u32* counters;       // prefill: two, zero between launches
   int num_experts;
   int n;
   int k;

@@ -6,7 +6,7 @@
 // Ring       full[s]: 32 arrivals of the loader's first warp (each lane releases its own notes) +
 //            the bytes of the weights; and for x 128 arrivals when the loader's cp.async have
 //            landed, or, where rows lie sorted, one of its second warp + the bytes of x.
-//            empty[s]: 8 arrivals, one a multiplying warp.
+//            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -105,7 +105,7 @@ class Prefill {
     if (ptx::thread_idx() == 0) {
       ptx::mbarrier_init(turn_barrier(0), kConfig.warps() / 2);
       ptx::mbarrier_init(turn_barrier(1), kConfig.warps() / 2);
-      ring.init(kRowArrivals + 32, kConfig.warps());
+      ring.init(kRowArrivals + 32, 32 * kConfig.warps());
     }
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
@@ -219,8 +219,8 @@ class Prefill {
 
   // Counters in global memory, zero between launches: runs taken beyond the first of each block,
   // and blocks that have no more.
-  u32* next_run() const { return p.flags; }
-  u32* blocks_done() const { return p.flags + 1; }
+  u32* next_run() const { return p.counters; }
+  u32* blocks_done() const { return p.counters + 1; }
 
   // Leaves the tile's output rows (-1 for none) in the row table and returns the width that the
   // tile is multiplied at. Where rows are not sorted, finds where in x the pieces lie that this
@@ -231,7 +231,7 @@ class Prefill {
     ptx::sync_named(kLoaderBarrier, kLoaders);
     // Ask for the next run now, so that the answer is there in time.
     if (thread == 0) {
-      ptx::store_shared(smem.next_run, ptx::grid_dim() + ptx::atomic_add(next_run(), 1));
+      ptx::store_shared(smem.next_run, ptx::grid_dim() + ptx::take_number(next_run()));
     }
     // Unrolled, the loader of the largest tiles would spill; so would it with the expert's part of
     // the offset kept across stages.
@@ -408,45 +408,46 @@ class Prefill {
     return codes;
   }
 
-  __forceinline__ static void dequantize_step(u32 (&a)[2][4], const Codes& codes, int step) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      dequantize(a[i], codes.words[i][step], prepare_scale(codes.scales[i][step / 2]));
-    }
+  // Operand A of row tile `i` for k16 step `step` of the unit.
+  __forceinline__ static void dequantize_tile(u32 (&a)[4], const Codes& codes, int i, int step) {
+    dequantize(a, codes.words[i][step], prepare_scale(codes.scales[i][step / 2]));
   }
 
-  template <int kWidth>
-  __forceinline__ static void multiply_step(float (&sums)[2][kWidth / 8][4], const u32 (&a)[2][4],
-                                            u64 x, int step) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) ptx::wgmma_m64k16(sums[i], a[i], advance_k16(x, step));
-    ptx::wgmma_commit();
-  }
-
-  // kUnits units of a stage from `first` on, four k16 steps each. While the tensor cores run a
-  // step, the next one is dequantised, and a unit's codes are fetched while the unit before is
-  // multiplied. At the end all wgmma are done: a group in flight across the loop's edge makes ptxas
-  // serialise every wgmma (C7512, C7513); meanwhile the other warpgroup keeps the tensor cores
-  // busy.
+  // kUnits units of a stage from `first` on, four k16 steps each. Two row tiles take turns: while
+  // the tensor cores run one, its next step is dequantised; the queue never holds less than the
+  // other one. (Both at a time, the whole arithmetic of a step falls behind the second: 2 to 3 %.)
+  // A unit's codes are fetched while the unit before is multiplied. At the end all wgmma are done:
+  // a group in flight across the loop's edge makes ptxas serialise every wgmma (C7512, C7513);
+  // meanwhile the other warpgroup keeps the tensor cores busy.
   template <int kWidth, int kUnits>
   __forceinline__ void multiply_units(float (&sums)[2][kWidth / 8][4], int stage, int first,
                                       int stripe) {
+    // From one lane: a descriptor is then made and advanced in uniform registers.
+    const u32 x =
+        ptx::shuffle(x_tile_descriptor_low(x_stage(stage) + first * kConfig.x_unit_bytes()), 0);
     Codes codes = load_codes(stage, first, stripe);
     u32 a[2][2][4];
-    dequantize_step(a[0], codes, 0);
+    for (int i = 0; i < 2; ++i) dequantize_tile(a[0][i], codes, i, 0);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      const u64 x = x_tile_descriptor(x_stage(stage) + (first + unit) * kConfig.x_unit_bytes());
+      const u32 x_unit = x + unit * descriptor_step(kConfig.x_unit_bytes());
       Codes following = codes;
       if (unit + 1 < kUnits) following = load_codes(stage, first + unit + 1, stripe);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        multiply_step<kWidth>(sums, a[step % 2], x, step);
+        const bool is_last = unit + 1 == kUnits && step == 3;
         if (step == 3) codes = following;
-        if (unit + 1 == kUnits && step == 3) break;
-        ptx::wgmma_wait<1>();
-        dequantize_step(a[(step + 1) % 2], codes, (step + 1) % 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          ptx::wgmma_fence();
+          ptx::wgmma_m64k16(sums[i], a[step % 2][i],
+                            x_tile_descriptor(x_unit + step * kDescriptorK16));
+          ptx::wgmma_commit();
+          if (is_last) continue;
+          // All but this one and the other tile's: the registers of the step before are free.
+          ptx::wgmma_wait<2>();
+          dequantize_tile(a[(step + 1) % 2][i], codes, i, (step + 1) % 4);
+        }
       }
     }
     ptx::wgmma_wait<0>();
@@ -516,10 +517,7 @@ class Prefill {
     turn ^= 1;
   }
 
-  void release(int stage) const {
-    ptx::sync_warp();
-    if (lane() == 0) ptx::mbarrier_arrive(ring.empty(stage));
-  }
+  void release(int stage) const { ptx::mbarrier_arrive(ring.empty(stage)); }
 
   template <int kWidth>
   __forceinline__ void store_tile(const float (&sums)[2][kWidth / 8][4],

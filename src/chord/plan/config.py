@@ -15,6 +15,7 @@ from chord.weights.layout import UNIT_BYTES, UNIT_K, UNIT_N
 
 WARP_FEATURES = 32
 MAX_SEGMENTS = 512
+NO_SUM = -1  # 32 bits of scratch for partial sums that hold none: a NaN that no arithmetic gives
 
 _SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
 _SCHEDULE_SCRATCH_BYTES = 160
@@ -88,6 +89,10 @@ class DecodeConfig(_Rendered):
         """Return the floats of partial sums that one block may leave for another."""
         return self.tile_features * self.max_tokens
 
+    def counters(self) -> int:
+        """Return 0: blocks share no counter."""
+        return 0
+
 
 @dataclass(frozen=True)
 class PrefillConfig(_Rendered):
@@ -137,6 +142,10 @@ class PrefillConfig(_Rendered):
     def partial_floats(self) -> int:
         """Return 0: a prefill tile is one block's."""
         return 0
+
+    def counters(self) -> int:
+        """Return the 32-bit counters that the blocks share, zero between launches."""
+        return 2
 
 
 Config = DecodeConfig | PrefillConfig

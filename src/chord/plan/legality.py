@@ -33,6 +33,8 @@ _BOX_ROWS = 16
 
 # The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
 MAX_TILES = 1 << 19
+# Decode numbers its chunks in int.
+MAX_CHUNKS = (1 << 31) - 1
 # Rows are counted in int, and elements of a row set in units of 16 bytes in 32 bits.
 MAX_ROW_CHUNKS = 1 << 32
 MAX_ROWS = (1 << 31) - 1
@@ -177,4 +179,13 @@ def _reject_tiles(config: Config, problem: GemmProblem) -> str | None:
             f"{config.tile_rows} rows; at most {limit} rows, or a configuration with more rows a "
             f"tile"
         )
+    if isinstance(config, DecodeConfig):
+        tiles = 2 * -(-problem.routed_rows // config.tile_rows) + MAX_SEGMENTS
+        chunks = tiles * -(-problem.n // config.tile_features) * -(-problem.k // config.block_k)
+        if chunks > MAX_CHUNKS:
+            return (
+                f"routed_rows={problem.routed_rows} with n={problem.n} and k={problem.k} may make "
+                f"{chunks} chunks of {config.tile_features} features x {config.block_k} K, more "
+                f"than {MAX_CHUNKS} (counted in 32 bits); split the call by rows"
+            )
     return None

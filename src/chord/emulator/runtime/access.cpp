@@ -1,4 +1,5 @@
 // Ordinary loads and stores of shared and global memory.
+#include <algorithm>
 #include <cstring>
 
 #include "api.hpp"
@@ -13,14 +14,6 @@ Region& region_or_fail(const void* address, int bytes, const char* action, Where
   Region* region = launch->global->find(address, bytes, bytes, &why);
   if (region == nullptr) fail(where, std::string(action) + " " + why);
   return *region;
-}
-
-bool is_known(const GlobalEpoch& epoch) {
-  if (epoch.block < 0) return true;
-  const Knowledge& known = self->knowledge;
-  if (epoch.block == self->block->index) return known.seen[epoch.thread] >= epoch.clock;
-  if (known.foreign == nullptr || known.foreign->clocks[epoch.block].empty()) return false;
-  return known.foreign->clocks[epoch.block][epoch.thread] >= epoch.clock;
 }
 
 std::string epoch_text(const GlobalEpoch& epoch) {
@@ -39,15 +32,16 @@ PartialGranule& partial_granule(Region& region, const void* address, Where where
   return region.partial[(static_cast<const unsigned char*>(address) - region.begin) / 16];
 }
 
-Region& flags_or_fail(const std::uint32_t* address, const char* action, Where where) {
+Region& counter_or_fail(const std::uint32_t* address, const char* action, Where where) {
   touch();
   Region& region = region_or_fail(address, 4, action, where);
-  if (region.use != Use::kFlags) fail(where, std::string(action) + " a flag in " + region.name);
+  if (region.use != Use::kCounters)
+    fail(where, std::string(action) + " a counter in " + region.name);
   return region;
 }
 
-FlagState& flag_state(Region& region, const std::uint32_t* address) {
-  return region.flags[address - reinterpret_cast<const std::uint32_t*>(region.begin)];
+CounterState& counter_state(Region& region, const std::uint32_t* address) {
+  return region.counters[address - reinterpret_cast<const std::uint32_t*>(region.begin)];
 }
 
 // What the running thread knows, for whoever acquires it.
@@ -62,15 +56,17 @@ std::shared_ptr<const Foreign> released_knowledge() {
   return join_foreign(snapshot, thread.knowledge.foreign);
 }
 
-void set_flag(std::uint32_t* address, std::uint32_t value) {
-  *address = value;
-  const std::vector<Thread*> waiters = std::move(launch->flag_waiters);
-  launch->flag_waiters.clear();
+// What a place without a sum holds; the kernels' kNoSum.
+constexpr std::uint32_t kNoSum = 0xffffffffu;
+
+void wake_partial_waiters(const void* address) {
+  const std::vector<Thread*> waiters = std::move(launch->partial_waiters);
+  launch->partial_waiters.clear();
   for (Thread* waiter : waiters) {
-    if (waiter->polled == address && value != waiter->polled_value) {
+    if (waiter->polled == address) {
       launch->wake(*waiter);
     } else {
-      launch->flag_waiters.push_back(waiter);
+      launch->partial_waiters.push_back(waiter);
     }
   }
 }
@@ -151,66 +147,72 @@ void write_partial(void* address, const void* value, int bytes, Where where) {
   touch();
   Region& region = region_or_fail(address, bytes, "stores to", where);
   PartialGranule& granule = partial_granule(region, address, where);
-  if (!is_known(granule.write)) {
-    fail(where, "overwrites partial sums of " + epoch_text(granule.write) +
-                    " without having acquired them");
-  }
-  for (const GlobalEpoch& reader : granule.readers) {
-    if (!is_known(reader)) {
-      fail(where, "overwrites partial sums that " + epoch_text(reader) + " reads");
+  std::uint32_t words[4];
+  std::memcpy(words, value, sizeof words);
+  const auto empty = std::count(words, words + 4, kNoSum);
+  if (empty == 4) {
+    if (!granule.holds_sum) fail(where, "clears partial sums that nobody has left");
+    if (granule.reader_block != self->block->index || granule.reader_thread != self->index) {
+      fail(where, "clears partial sums of " + epoch_text(granule.left) + " that it has not read");
     }
+    granule = {};
+  } else {
+    if (empty != 0) fail(where, "leaves a partial sum that looks like none");
+    if (granule.holds_sum) {
+      fail(where,
+           "overwrites partial sums of " + epoch_text(granule.left) + " that nobody has taken");
+    }
+    granule.holds_sum = true;
+    granule.left = global_epoch(where);
+    wake_partial_waiters(address);
   }
-  granule.readers.clear();
-  granule.write = global_epoch(where);
   std::memcpy(address, value, bytes);
 }
 
+// A thread that finds nothing again and again sleeps until a sum is left where it last looked.
+// Words of a sum may become visible one by one: some reads find a part of them.
 void read_partial(const void* address, void* value, int bytes, Where where) {
-  touch();
+  constexpr int kEmptyReads = 64;
   Region& region = region_or_fail(address, bytes, "loads", where);
   PartialGranule& granule = partial_granule(region, address, where);
-  if (granule.write.block < 0) {
-    fail(where,
-         "loads " + launch->global->name_of(address) + ", which nobody has written in this launch");
+  if (!granule.holds_sum && ++self->empty_reads > kEmptyReads) {
+    self->polled = address;
+    launch->partial_waiters.push_back(self);
+    launch->suspend(State::kPartial, where, 0);
+    self->empty_reads = 0;
   }
-  if (!is_known(granule.write)) {
-    fail(where, "loads partial sums that " + epoch_text(granule.write) +
-                    " wrote, without having acquired them");
-  }
-  granule.readers.push_back(global_epoch(where));
   std::memcpy(value, address, bytes);
+  if (!granule.holds_sum) return;
+  if (launch->random.below(4) == 0) {
+    auto* words = static_cast<std::uint32_t*>(value);
+    words[launch->random.below(4)] = kNoSum;
+    return;
+  }
+  granule.reader_block = self->block->index;
+  granule.reader_thread = self->index;
 }
 
-void write_flag(std::uint32_t* address, std::uint32_t value, Where where) {
-  Region& region = flags_or_fail(address, "stores", where);
-  flag_state(region, address).knowledge = released_knowledge();
-  set_flag(address, value);
+void write_counter(std::uint32_t* address, std::uint32_t value, Where where) {
+  Region& region = counter_or_fail(address, "stores", where);
+  counter_state(region, address).knowledge = released_knowledge();
+  *address = value;
 }
 
-// Acquires what the flag holds and releases it again with the own knowledge.
+// Hands no knowledge on.
+std::uint32_t take_number(std::uint32_t* counter, Where where) {
+  counter_or_fail(counter, "counts", where);
+  return (*counter)++;
+}
+
+// Acquires what the counter holds and releases it again with the own knowledge.
 std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where) {
-  Region& region = flags_or_fail(address, "adds to", where);
-  FlagState& state = flag_state(region, address);
+  Region& region = counter_or_fail(address, "adds to", where);
+  CounterState& state = counter_state(region, address);
   self->knowledge.foreign = join_foreign(self->knowledge.foreign, state.knowledge);
   state.knowledge = released_knowledge();
   const std::uint32_t before = *address;
-  set_flag(address, before + value);
+  *address = before + value;
   return before;
-}
-
-// A thread that polls and finds the same value again sleeps until somebody changes it.
-std::uint32_t read_flag(const std::uint32_t* address, Where where) {
-  Thread& thread = *self;
-  if (thread.polled == address && thread.polled_value == *address) {
-    launch->flag_waiters.push_back(&thread);
-    launch->suspend(State::kFlag, where, 0);
-  }
-  Region& region = flags_or_fail(address, "loads", where);
-  const std::shared_ptr<const Foreign>& released = flag_state(region, address).knowledge;
-  thread.knowledge.foreign = join_foreign(thread.knowledge.foreign, released);
-  thread.polled = address;
-  thread.polled_value = *address;
-  return *address;
 }
 
 }  // namespace chord::emulator

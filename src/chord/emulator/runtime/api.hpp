@@ -32,9 +32,9 @@ void read_global(const void* address, void* value, int bytes, Where where);
 void write_global(void* address, const void* value, int bytes, Where where);
 void write_partial(void* address, const void* value, int bytes, Where where);
 void read_partial(const void* address, void* value, int bytes, Where where);
-void write_flag(std::uint32_t* address, std::uint32_t value, Where where);
+void write_counter(std::uint32_t* address, std::uint32_t value, Where where);
 std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where);
-std::uint32_t read_flag(const std::uint32_t* address, Where where);
+std::uint32_t take_number(std::uint32_t* counter, Where where);
 
 // mbarrier.cpp
 void mbarrier_init(std::uint32_t barrier, int arrivals, Where where);

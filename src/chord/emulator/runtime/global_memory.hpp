@@ -12,10 +12,10 @@
 
 namespace chord::emulator {
 
-// kInput is only read, kOutput written at most once a byte, kPartial written and read by blocks
-// that hand it over, kFlags written with release and read with acquire. kAwaited is what the kernel
-// before this one writes: an input, for threads that have waited for that kernel.
-enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kFlags = 3, kAwaited = 4 };
+// kInput is only read, kOutput written at most once a byte, kPartial sums that blocks leave for one
+// another, kCounters counters of the launch. kAwaited is what the kernel before this one writes: an
+// input, for threads that have waited for that kernel.
+enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kCounters = 3, kAwaited = 4 };
 
 struct GlobalEpoch {
   int block = -1;
@@ -24,13 +24,17 @@ struct GlobalEpoch {
   std::uint16_t place = 0;
 };
 
+// Sixteen bytes that hold a sum from when a thread leaves it until the thread that has read it
+// clears them.
 struct PartialGranule {
-  GlobalEpoch write;
-  std::vector<GlobalEpoch> readers;
+  bool holds_sum = false;
+  GlobalEpoch left;
+  int reader_block = -1;
+  int reader_thread = -1;
 };
 
-// What the last release of a flag handed over.
-struct FlagState {
+// What the last release of a counter handed over.
+struct CounterState {
   std::shared_ptr<const Foreign> knowledge;
 };
 
@@ -39,9 +43,9 @@ struct Region {
   unsigned char* begin;
   std::uint64_t bytes;
   Use use;
-  std::vector<std::uint16_t> written;        // kOutput: place of each 4 bytes, 0 for none
-  std::vector<PartialGranule> partial;       // kPartial
-  std::map<std::uint64_t, FlagState> flags;  // kFlags, by index
+  std::vector<std::uint16_t> written;              // kOutput: place of each 4 bytes, 0 for none
+  std::vector<PartialGranule> partial;             // kPartial
+  std::map<std::uint64_t, CounterState> counters;  // kCounters, by index
 };
 
 class GlobalMemory {

@@ -18,12 +18,17 @@ int chord_emulator_run(const ChordUnit* unit, const void* params, int blocks,
   Launch emulated({unit->entry, params, unit->threads, unit->smem_bytes, blocks, seed}, &memory);
   std::string message = emulated.run();
   for (const Region& region : memory.regions()) {
-    if (region.use != Use::kFlags || !message.empty()) continue;
+    for (std::size_t i = 0; i < region.partial.size() && message.empty(); ++i) {
+      if (!region.partial[i].holds_sum) continue;
+      message = text("%s holds a sum at byte %zu after the launch; somebody has to take each",
+                     region.name.c_str(), 16 * i);
+    }
+    if (region.use != Use::kCounters || !message.empty()) continue;
     for (std::uint64_t i = 0; i < region.bytes / 4; ++i) {
       std::uint32_t value;
       std::memcpy(&value, region.begin + 4 * i, 4);
       if (value == 0) continue;
-      message = text("%s[%llu] is %u after the launch; flags have to be zero between launches",
+      message = text("%s[%llu] is %u after the launch; counters have to be zero between launches",
                      region.name.c_str(), static_cast<unsigned long long>(i), value);
     }
   }

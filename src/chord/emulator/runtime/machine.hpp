@@ -22,7 +22,7 @@ struct Block;
 struct Warp;
 
 // What a thread waits for; `text` is written only for a report.
-enum class State : std::uint8_t { kReady, kWarp, kNamed, kMbarrier, kFlag, kRegisters, kDone };
+enum class State : std::uint8_t { kReady, kWarp, kNamed, kMbarrier, kPartial, kRegisters, kDone };
 
 struct CpAsync {
   std::uint32_t target;
@@ -54,8 +54,8 @@ struct Thread {
   Where waits_at;
   std::uint32_t waits_for = 0;  // barrier address, named barrier, lanes, registers
   std::uint32_t waits_value = 0;
-  const std::uint32_t* polled = nullptr;  // flag that the last operation read, and what it found
-  std::uint32_t polled_value = 0;
+  const void* polled = nullptr;  // partial sums that the thread sleeps for
+  int empty_reads = 0;           // of partial sums, one after another
   Knowledge knowledge;
   std::vector<std::shared_ptr<CpAsync>> copies;  // not yet followed by an arrival
   std::vector<HeldRegisters> held;
@@ -203,7 +203,7 @@ class Launch {
   std::vector<std::unique_ptr<Block>> blocks;
   std::string error;
   Fiber scheduler;
-  std::vector<Thread*> flag_waiters;
+  std::vector<Thread*> partial_waiters;
 
  private:
   void make_block(int index);
@@ -238,8 +238,8 @@ std::uint16_t place_of(Where where);
 std::string place_text(std::uint16_t place);
 std::string place_text(Where where);
 
-// Notes that the running thread does something other than polling a flag.
-inline void touch() { self->polled = nullptr; }
+// Notes that the running thread does something other than waiting for partial sums.
+inline void touch() { self->empty_reads = 0; }
 
 // Brings the 32 lanes together: the last one to arrive runs `execute`, then all go on.
 void meet(Collective kind, Where where, void* arguments, void (*execute)(Warp& warp));

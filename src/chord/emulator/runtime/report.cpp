@@ -68,9 +68,8 @@ std::string wait_text(const Thread& thread) {
     case State::kMbarrier:
       what = mbarrier_text(thread);
       break;
-    case State::kFlag:
-      what = text("%s to change from %u", launch->global->name_of(thread.polled).c_str(),
-                  thread.polled_value);
+    case State::kPartial:
+      what = "a sum in " + launch->global->name_of(thread.polled);
       break;
     case State::kRegisters:
       what =

@@ -118,32 +118,36 @@ __forceinline__ void store_global_x4(void* address, U32x4 v) {
                : "memory");
 }
 
-// Partial sums that another block reads: through L2, which all blocks share.
+// Partial sums that another block reads, each word for itself as soon as it is there.
 __forceinline__ void store_partial(void* address, F32x4 v) {
-  asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y),
-               "f"(v.z), "f"(v.w)
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 }
 
 __forceinline__ F32x4 load_partial(const void* address) {
   F32x4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "l"(address)
                : "memory");
   return v;
 }
 
-// A flag between blocks: the store releases what the storing warp wrote before (after sync_warp),
-// the load acquires it.
+// Releases what the storing thread wrote before, and what it knows of others.
 __forceinline__ void store_release(u32* address, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__forceinline__ u32 load_acquire(const u32* address) {
-  u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
+// Counts a counter that all blocks share up by one; returns what it held before. Orders nothing,
+// and so does not hold the thread up.
+__forceinline__ u32 take_number(u32* counter) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
 }
 
 // Adds to a counter that all blocks share; returns what it held before.

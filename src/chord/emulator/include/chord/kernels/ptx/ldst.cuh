@@ -111,11 +111,11 @@ inline F32x4 load_partial(const void* address, emulator::Where where = emulator:
 
 inline void store_release(u32* address, u32 value,
                           emulator::Where where = emulator::Where::current()) {
-  emulator::write_flag(address, value, where);
+  emulator::write_counter(address, value, where);
 }
 
-inline u32 load_acquire(const u32* address, emulator::Where where = emulator::Where::current()) {
-  return emulator::read_flag(address, where);
+inline u32 take_number(u32* counter, emulator::Where where = emulator::Where::current()) {
+  return emulator::take_number(counter, where);
 }
 
 inline u32 atomic_add(u32* address, u32 value, emulator::Where where = emulator::Where::current()) {
