@@ -1,18 +1,21 @@
-"""Write the tables of README.md and docs/performance.md from the records.
+"""Write the tables of README.md, docs/performance.md and docs/vllm.md from the records.
 
     python benchmarks/tables.py           # after a benchmark run
     python benchmarks/tables.py --check   # write nothing, fail if a document is out of date
 
-Of each suite the newest record counts. docs/performance.md is written whole; in README.md, what
-stands between the two marks.
+Of each suite the newest record counts. docs/performance.md is written whole; in the two others,
+what stands between the two marks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from chord.bench.cliffs import find_cliffs, is_sweep
 from chord.bench.records import Record, Row, newest
@@ -175,17 +178,88 @@ def performance(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def readme(text: str, records: list[Record]) -> str:
-    """Return README.md with its results replaced.
+def between_marks(name: str, text: str, lines: Iterable[str]) -> str:
+    """Return a document with its results replaced.
 
     Raises:
         ValueError: The marks are missing.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md must have the lines {BEGIN!r} and {END!r} once each")
+        raise ValueError(f"{name} must have the lines {BEGIN!r} and {END!r} once each")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{chr(10).join(readme_results(records))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{chr(10).join(lines)}\n\n{END}{after}"
+
+
+def vllm_results(folder: Path) -> Iterator[str]:
+    """Yield the lines between the marks of docs/vllm.md, from what benchmarks/vllm/run.py wrote."""
+    speed, speed_stem = newest_part(folder, "speed")
+    agree, agree_stem = newest_part(folder, "agree")
+    versions = speed["versions"]
+    card = speed["card"].replace("NVIDIA ", "")
+    yield from wrap(
+        f"{card}, {speed['date']}, vLLM {versions['vllm']}, humming-kernels "
+        f"{versions['humming-kernels']}. One rank of TP8 of Kimi K2 (384 experts, intermediate "
+        "256, 12 expert layers of it, dummy weights), CUDA graphs; Chord and stock vLLM (`auto`, "
+        "which is Humming) in turn in one run. Prefill: requests of 2,048 tokens; decode: a step "
+        "of so many requests. Best of all rounds; the record has each."
+    )
+    yield ""
+    yield f"<!-- records: vllm/{speed_stem}, vllm/{agree_stem} -->"
+    yield ""
+    yield "| case | Chord ms | stock ms | stock / Chord |"
+    yield "|---|---|---|---|"
+    for row in speed["speed"]["times"]:
+        ms = row["best_ms"]
+        yield (
+            f"| {row['case']} | {ms['chord']:.2f} | {ms['stock auto']:.2f} | "
+            f"{row['chord_is_faster_by']:.2f} |"
+        )
+    yield ""
+    shares = speed["speed"]["profiles"]
+    shared = "; ".join(
+        f"{name} prefill {part['prefill']['expert_us'] / part['prefill']['gpu_us']:.0%}, decode "
+        f"{part['decode']['expert_us'] / part['decode']['gpu_us']:.0%}"
+        for name, part in shares.items()
+    )
+    starts = speed["speed"]["starts"]
+    took = "; ".join(f"{name} {start['start_s']:.0f} s" for name, start in starts.items())
+    yield from wrap(
+        "Share of the experts' kernels in the time on the GPU, where kernels that overlap count "
+        f"twice: {shared}. Engine start: {took}."
+    )
+    yield ""
+    places = agree["agree"]["pairs"]["chord | marlin"]["places"]
+    yield from wrap(
+        "A small model of the same architecture with a real INT4 checkpoint, every way to start "
+        f"it: at {places:,} places, how often the likeliest next word is the same, and how far "
+        "the given words' logprobs are apart on average."
+    )
+    yield ""
+    yield "| engines | same word | logprobs apart |"
+    yield "|---|---|---|"
+    for pair, result in agree["agree"]["pairs"].items():
+        names = pair.replace(" | ", " and ")
+        apart = result["mean_abs_logprob"]
+        yield f"| {names} | {result['top1_agreement']:.4f} | {apart:.4f} |"
+
+
+def wrap(text: str) -> list[str]:
+    """Return a paragraph as lines."""
+    return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def newest_part(folder: Path, part: str) -> tuple[dict[str, Any], str]:
+    """Return the newest record of vLLM that holds `part`, and its file's stem.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        record: dict[str, Any] = json.loads(path.read_text())
+        if part in record:
+            return record, path.stem
+    raise ValueError(f"no record in {folder} holds {part!r}; run benchmarks/vllm/run.py")
 
 
 def readme_results(records: list[Record]) -> Iterator[str]:
@@ -228,10 +302,12 @@ def readme_results(records: list[Record]) -> Iterator[str]:
 def documents(records_folder: Path = RECORDS) -> dict[Path, str]:
     """Return what the documents should be, by path."""
     records = newest_records(records_folder)
-    at = ROOT / "README.md"
+    readme, vllm = ROOT / "README.md", ROOT / "docs" / "vllm.md"
+    in_vllm = vllm_results(records_folder / "vllm")
     return {
-        at: readme(at.read_text(), records),
+        readme: between_marks(readme.name, readme.read_text(), readme_results(records)),
         ROOT / "docs" / "performance.md": performance(records),
+        vllm: between_marks(vllm.name, vllm.read_text(), in_vllm),
     }
 
 

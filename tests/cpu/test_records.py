@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -98,6 +99,9 @@ def test_committed_records_are_whole() -> None:
 def values_of(row: records.Row) -> list[float]:
     """Return every number that a table line about this row may show."""
     times = [row.floor_us, *(entry.us for entry in row.entries.values())]
+    # Of a whole layer: its parts, alone.
+    times.append(sum(e.us for name, e in row.entries.items() if name not in ("chord", "humming")))
+    times = [time for time in times if time > 0]
     values: list[float] = [row.tokens, row.routed, row.experts, row.n, row.k, row.active_experts]
     values += [row.dense_tflops, row.routed / row.experts, *times]
     values += [slow / fast for slow, fast in permutations(times, 2)]
@@ -191,13 +195,28 @@ def test_tables_hold_every_row_and_pass_the_check(tmp_path: Path) -> None:
     assert "projection, rows per expert" in page
     assert lines_without_record(page, tmp_path) == []
     marks = f"# Title\n{module.BEGIN}\nreplace me\n{module.END}\nrest\n"
-    text = module.readme(marks, newest)
+    text = module.between_marks("README.md", marks, module.readme_results(newest))
     assert "replace me" not in text and text.endswith(f"{module.END}\nrest\n")
     assert text.count("EP8 decode gate_up 20") == 1
     assert lines_without_record(text, tmp_path) == []
-    assert module.readme(text, newest) == text
-    with pytest.raises(ValueError, match="once each"):
-        module.readme("# Title\n", newest)
+    assert module.between_marks("README.md", text, module.readme_results(newest)) == text
+    with pytest.raises(ValueError, match=r"README.md must have .* once each"):
+        module.between_marks("README.md", "# Title\n", [])
+
+
+def test_results_in_vllm_are_those_of_the_newest_record(tmp_path: Path) -> None:
+    module = script("tables")
+    with pytest.raises(ValueError, match=r"holds 'speed'; run benchmarks/vllm/run\.py"):
+        list(module.vllm_results(tmp_path))
+    for path in (RECORDS / "vllm").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    record, stem = module.newest_part(tmp_path, "speed")
+    record["speed"]["times"][0]["best_ms"]["chord"] = 12.345
+    (tmp_path / f"9{stem[1:]}.json").write_text(json.dumps(record))
+    text = "\n".join(module.vllm_results(tmp_path))
+    assert "| 12.35 |" in text or "| 12.34 |" in text
+    assert f"vllm/9{stem[1:]}" in text
+    assert "| chord and marlin |" in text
 
 
 def in_series(rows: list[records.Row]) -> Iterator[records.Row]:

@@ -188,7 +188,7 @@ class Humming:
                 if _GEMM_TYPES[case.series.addressing] == gemm_type
             }
             self._tuning[gemm_type] = [
-                entry for entry in table if any(entry[0] < count <= entry[1] for count in rows)
+                entry for entry in table if any(entry[0] < count <= entry[1] for count in {1, *rows})
             ]
         return self._tuning[gemm_type]
 
