@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from layers import all_to_all, config_of, make_layer, moe_config
 
 from chord import device as devices
+from chord.errors import CompileError
 from chord.integrations.vllm import warmup
 from chord.integrations.vllm.config import ChordConfig
 from chord.integrations.vllm.experts import ChordBatchedExperts, ChordExperts
 from chord.jit import cache, launch
-from chord.jit.launch import KernelKey
+from chord.jit.launch import KernelKey, kernel_key
 from chord.ops import grouped_gemm, layer
+from chord.plan.config import shipped_configs
 from chord.plan.problem import GemmProblem
 from chord.weights.layout import buffer_shape
 from chord.weights.packed import PackedExperts
@@ -111,3 +114,56 @@ def test_each_is_compiled_once_and_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(k[2] for k in compiled) == ["Indexed", "Masked"]
     assert [k[1:] for k in loaded] == [("Indexed", 0), ("Masked", 0)]
     assert {k[1] for k in compiled} == {"sm_90a"}
+
+
+@pytest.fixture
+def nothing_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "_begun", {})
+
+
+@pytest.mark.usefixtures("h200", "nothing_begun")
+def test_the_background_compiles_all_once_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, loaded = [], []
+    may_end = threading.Event()
+
+    def slowly(config: Any, arch: str, addressing: str) -> None:
+        if threading.current_thread().name.startswith("chord-compile"):
+            assert may_end.wait(60)
+            compiled.append((config.label(), arch, addressing))
+            raise CompileError("no compiler")  # which load_kernels is to find again
+
+    monkeypatch.setattr(cache, "cubin_for", slowly)
+    monkeypatch.setattr(launch, "load", lambda *key: loaded.append(key))
+    warmup.begin(ChordExperts.addressings, 0)
+    warmup.begin(ChordExperts.addressings, 0)  # the next layer
+    assert compiled == []
+    key = kernel_key(shipped_configs("sm_90a")[0], "RoutedDown", 0)
+    waiting = threading.Thread(target=warmup.load_kernels, args=([key],))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and loaded == []
+    may_end.set()
+    waiting.join(60)
+    assert [k[1:] for k in loaded] == [("RoutedDown", 0)]
+    for done in warmup._begun.values():
+        assert done.wait(60)
+    wanted = {
+        (config.label(), "sm_90a", addressing)
+        for config in shipped_configs("sm_90a")
+        for addressing in ("RoutedGateUp", "RoutedDown")
+    }
+    assert set(compiled) == wanted and len(compiled) == len(wanted)
+
+
+@pytest.mark.usefixtures("platform")
+def test_layers_begin_with_the_kernels_of_their_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(warmup, "begin", lambda *what: begun.append(what))
+    make_layer(config_of(ChordConfig), moe_config())
+    assert begun == []  # on the CPU there is nothing to compile
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    made = make_layer(config_of(ChordConfig), moe_config())
+    assert begun == [(made.quant_method.experts_cls.addressings, 3)]

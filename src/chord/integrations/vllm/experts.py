@@ -75,9 +75,11 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
 
     Attributes:
         interleave_gate_up: How the layer's w13 has to be packed.
+        addressings: How its kernels find rows.
     """
 
     interleave_gate_up: ClassVar[bool]
+    addressings: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
 
     interleave_gate_up: ClassVar[bool] = True
+    addressings: ClassVar[tuple[str, ...]] = ("RoutedGateUp", "RoutedDown")
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -242,6 +245,7 @@ class ChordBatchedExperts(ChordExpertsBase):
     """
 
     interleave_gate_up: ClassVar[bool] = False
+    addressings: ClassVar[tuple[str, ...]] = ("Masked",)
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:

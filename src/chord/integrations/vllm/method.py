@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import chord
+from chord.integrations.vllm import warmup
 from chord.integrations.vllm.experts import ChordExpertsBase
 from chord.weights.pack import PER_CHANNEL
 
@@ -75,7 +76,7 @@ class ChordMoEMethod(compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMetho
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Create the parameters that vLLM loads a checkpoint into.
+        """Create the parameters that vLLM loads a checkpoint into, and begin to compile.
 
         Args:
             layer: Gets `w13_weight_packed`, int32 [E, 2I, H / 8], and the like.
@@ -96,6 +97,8 @@ class ChordMoEMethod(compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMetho
         # Gate and up each bring the shape of their half. A reload counts what arrives to know when
         # a layer is whole: without this it would stop a few numbers early.
         layer.w13_weight_shape.weight_loader_numel = 2 * layer.w13_weight_shape.numel()
+        if layer.w13_weight_packed.is_cuda:
+            warmup.begin(self.experts_cls.addressings, layer.w13_weight_packed.get_device())
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Pack the loaded weights and drop their checkpoint form.

@@ -1,27 +1,37 @@
-"""The kernels of a layer, compiled and loaded while vLLM loads weights, all cores at once.
+"""The kernels of a layer, compiled while vLLM builds and loads the model, all cores at once.
 
-Which kernel runs depends on the number of tokens, so every number up to 64 is asked for, then steps
-of an eighth up to the largest batch. A number in between that needs yet another kernel compiles it
-at its first use; vLLM runs every size once before it captures it. Nothing is launched and no memory
-of torch is taken: what is allocated here would belong to vLLM's pool of weights, whose content is
-lost while it sleeps.
+`begin` starts with what the card can need, in the background, when the first layer is created;
+`load_kernels` waits for what the layer does need when its weights are there. Which kernel runs
+depends on the number of tokens, so every number up to 64 is asked for, then steps of an eighth up
+to the largest batch. A number in between that needs yet another kernel compiles it at its first
+use; vLLM runs every size once before it captures it. Nothing is launched and no memory of torch is
+taken: what is allocated here would belong to vLLM's pool of weights, whose content is lost while it
+sleeps.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import queue
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from chord import device as devices
+from chord.errors import ChordError
 from chord.jit import cache, launch
-from chord.jit.launch import KernelKey
+from chord.jit.launch import KernelKey, kernel_key
+from chord.plan.config import shipped_configs
 
 _EXACT = 64
 _STEPS = 8
+
+# Kernels that the background has begun with, and whether it is done with them.
+_begun: dict[KernelKey, threading.Event] = {}
+_begun_lock = threading.Lock()
 
 
 def token_counts(largest: int) -> Iterator[int]:
@@ -34,6 +44,47 @@ def token_counts(largest: int) -> Iterator[int]:
         yield largest
 
 
+def begin(addressings: Iterable[str], index: int) -> None:
+    """Begin to compile every shipped configuration in the background, once a process.
+
+    The largest come first, for they take longest. What goes wrong is left for `load_kernels` to
+    find again; threads end with the process.
+
+    Args:
+        addressings: How the layer's kernels find rows.
+        index: The device.
+    """
+    arch = devices.facts_of(index).arch
+    waiting: queue.SimpleQueue[tuple[KernelKey, threading.Event]] = queue.SimpleQueue()
+    with _begun_lock:
+        configs = sorted(shipped_configs(arch), key=lambda config: config.tile_rows, reverse=True)
+        for config in configs:
+            for addressing in addressings:
+                key = kernel_key(config, addressing, index)
+                if key not in _begun:
+                    _begun[key] = threading.Event()
+                    waiting.put((key, _begun[key]))
+    if waiting.empty():
+        return
+    importlib.import_module("cuda.core")  # which is not made to be imported by several threads
+
+    def work() -> None:
+        while True:
+            try:
+                key, done = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                _compile(key)
+            except ChordError:
+                pass
+            finally:
+                done.set()
+
+    for number in range(min(waiting.qsize(), os.cpu_count() or 1)):
+        threading.Thread(target=work, name=f"chord-compile-{number}", daemon=True).start()
+
+
 def load_kernels(keys: Iterable[KernelKey]) -> None:
     """Compile the kernels that the cache has not, side by side, and load all onto their device.
 
@@ -44,6 +95,9 @@ def load_kernels(keys: Iterable[KernelKey]) -> None:
     if not distinct:
         return
     importlib.import_module("cuda.core")  # which is not made to be imported by several threads
+    for key in distinct:
+        if key in _begun:
+            _begun[key].wait()
     with ThreadPoolExecutor(min(len(distinct), os.cpu_count() or 1)) as pool:
         list(pool.map(_compile, distinct))  # list: raise what a thread raised
     for key in distinct:
