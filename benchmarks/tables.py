@@ -82,9 +82,9 @@ IN_BLOCKS = (
 
 LAYER_WORDS = (
     "`chord.fused_moe` as a CUDA graph replays it, beside the same layer built from",
-    "humming-kernels as vLLM builds it (align, GEMM, activation, GEMM, weighted sum; vLLM's own",
-    "align and sum are replaced by Chord's kernels of the same purpose). Parts: both of Chord's",
-    "GEMMs alone, plus the bytes of the top-k sum at memory speed.",
+    "humming-kernels as vLLM builds it (align, GEMM, activation, GEMM, weighted sum; the record",
+    "says whether align and sum are vLLM's own or Chord's kernels of the same purpose). Parts:",
+    "both of Chord's GEMMs alone, plus the bytes of the top-k sum at memory speed.",
     "",
 )
 

@@ -178,8 +178,7 @@ class _Bench:
         if self.humming is not None:
             try:
                 call = self.humming.prepare_call(hidden, weights, ids, out)
-                choice = f"{self.humming.choice}; route sort and top-k sum are Chord's"
-                ready["humming"] = _check(call, choice, out, expected)
+                ready["humming"] = _check(call, self.humming.choice, out, expected)
             except Exception as error:  # a peer's gap must not cost the rows of others
                 on_fault(f"humming: {type(error).__name__}: {error}")
         if not ready["chord"].row_error <= LAYER_ERROR_LIMIT:

@@ -1,14 +1,17 @@
 """The whole routed layer built from humming-kernels, in the steps that vLLM 0.33 takes.
 
 Align, GEMM, fused activation, GEMM, weighted sum. The GEMMs and the activation are humming's own
-functions, which vLLM calls. vLLM's two others are its own compiled code; here Chord's kernels of
-the same purpose stand in, one launch each: the route sort for moe_align_block_size, the top-k sum
-for moe_fused_mul_sum. So the baseline is not slowed by a stand-in.
+functions, which vLLM calls. The two others are vLLM's own, moe_align_block_size and
+moe_fused_mul_sum, where vLLM is installed. Where it is not, Chord's kernels of the same purpose
+stand in, one launch each, so that the baseline is not slowed by a stand-in. The record says which.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -21,6 +24,7 @@ from chord.jit.fixed import fixed_launcher
 from chord.jit.params import COMBINE, COMBINE_THREADS
 
 _SILU = "(a / (1.f + expf(-a))) * b"
+_VLLM_LAYER = "vllm.model_executor.layers.fused_moe"
 
 
 class HummingLayer:
@@ -40,6 +44,7 @@ class HummingLayer:
         self._gate_up, self._down = Humming(w13, gate_up), Humming(w2, down)
         self.version = self._gate_up.version
         self._num_experts = w13.num_experts
+        self._parts = _vllm_parts() or _ChordParts()
         self.choice = ""
 
     def prepare_call(
@@ -64,23 +69,21 @@ class HummingLayer:
 
         num_routes, top_k = topk_ids.numel(), topk_ids.shape[1]
         blocks = [peer.block_shape("indexed", num_routes) for peer in (self._gate_up, self._down)]
-        self.choice = f"indexed, block_shape {blocks[0]} and {blocks[1]}"
+        self.choice = (
+            f"indexed, block_shape {blocks[0]} and {blocks[1]}; route sort and top-k sum are "
+            f"{self._parts.whose}"
+        )
 
         def rows(width: int) -> torch.Tensor:
             return torch.empty(num_routes, width, dtype=torch.bfloat16, device=hidden.device)
 
         sizes = self._down.layer.shape_k, self._down.layer.shape_n
         sums, middle, last = rows(2 * sizes[0]), rows(sizes[0]), rows(sizes[1])
-        # Every route has a row, in the order of the routes.
-        positions = torch.arange(num_routes, dtype=torch.int32, device=hidden.device)
 
         def tables(block_m: int) -> dict[str, torch.Tensor]:
-            aligned = chord.align(topk_ids, num_experts=self._num_experts, block_m=block_m)
-            return {
-                "sorted_ids": aligned.sorted_token_ids,
-                "expert_ids": aligned.expert_ids,
-                "num_tokens_padded": aligned.num_tokens_post_padded,
-            }
+            names = "sorted_ids", "expert_ids", "num_tokens_padded"
+            made = self._parts.align(topk_ids, self._num_experts, block_m)
+            return dict(zip(names, made, strict=True))
 
         def call() -> object:
             first = tables(blocks[0][0])
@@ -94,27 +97,101 @@ class HummingLayer:
             )
             second = first if blocks[0][0] == blocks[1][0] else tables(blocks[1][0])
             self._down.prepare("indexed", activated, last, 1, num_routes, second)()
-            return _weighted_sum(last, positions, topk_weights, out)
+            return self._parts.weighted_sum(last, topk_weights, topk_ids, out)
 
         return call
 
 
-def _weighted_sum(
-    rows: torch.Tensor, positions: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
-    index = out.get_device()
-    num_tokens, n = out.shape
-    fixed_launcher(COMBINE, index).launch(
-        launching.current_stream(index),
-        num_tokens * -(-n // (8 * COMBINE_THREADS)),
-        (
-            rows.data_ptr(),
-            positions.data_ptr(),
-            topk_weights.data_ptr(),
-            0,
-            out.data_ptr(),
-            topk_weights.shape[1],
-            n,
-        ),
-    )
-    return out
+class _Parts(Protocol):
+    """What of the layer is not humming's."""
+
+    whose: str
+
+    def align(
+        self, topk_ids: torch.Tensor, num_experts: int, block_m: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return sorted routes, experts of the blocks, and the number of padded routes."""
+
+    def weighted_sum(
+        self,
+        rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sum the rows of each token, [T * k, H], into out, [T, H], and return it."""
+
+
+class _ChordParts:
+    whose = "Chord's"
+
+    def align(
+        self, topk_ids: torch.Tensor, num_experts: int, block_m: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        aligned = chord.align(topk_ids, num_experts=num_experts, block_m=block_m)
+        return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
+
+    def weighted_sum(
+        self,
+        rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        index = out.get_device()
+        num_tokens, n = out.shape
+        fixed_launcher(COMBINE, index).launch(
+            launching.current_stream(index),
+            num_tokens * -(-n // (8 * COMBINE_THREADS)),
+            (
+                rows.data_ptr(),
+                _positions(topk_ids.numel(), index).data_ptr(),
+                topk_weights.data_ptr(),
+                0,
+                out.data_ptr(),
+                topk_weights.shape[1],
+                n,
+            ),
+        )
+        return out
+
+
+@functools.cache
+def _positions(num_routes: int, index: int) -> torch.Tensor:
+    """Every route has a row, in the order of the routes; kept, for a graph names its address."""
+    return torch.arange(num_routes, dtype=torch.int32, device=torch.device("cuda", index))
+
+
+def _vllm_parts() -> _Parts | None:
+    """Return vLLM's own parts, or None where it is not installed."""
+    try:
+        version = importlib.metadata.version("vllm")
+        aligning = importlib.import_module(f"{_VLLM_LAYER}.moe_align_block_size")
+        summing = importlib.import_module(f"{_VLLM_LAYER}.moe_fused_mul_sum")
+    except ImportError:  # PackageNotFoundError is one
+        return None
+
+    class VllmParts:
+        whose = f"vLLM {version}'s"
+
+        def align(
+            self, topk_ids: torch.Tensor, num_experts: int, block_m: int
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            made = aligning.moe_align_block_size(
+                topk_ids, block_m, num_experts, ignore_invalid_experts=True
+            )
+            return made[0], made[1], made[2]
+
+        def weighted_sum(
+            self,
+            rows: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            out: torch.Tensor,
+        ) -> torch.Tensor:
+            summing.moe_fused_mul_sum(
+                rows.view(*topk_ids.shape, -1), topk_weights, outputs=out, topk_ids=topk_ids
+            )
+            return out
+
+    return VllmParts()
