@@ -1,12 +1,13 @@
 """The kernels of a layer, compiled while vLLM builds and loads the model, all cores at once.
 
 `begin` starts with what the card can need, in the background, when the first layer is created;
-`load_kernels` waits for what the layer does need when its weights are there. Which kernel runs
-depends on the number of tokens, so every number up to 64 is asked for, then steps of an eighth up
-to the largest batch. A number in between that needs yet another kernel compiles it at its first
-use; vLLM runs every size once before it captures it. Nothing is launched and no memory of torch is
-taken: what is allocated here would belong to vLLM's pool of weights, whose content is lost while it
-sleeps.
+`load_kernels` waits for it when the weights are there, and loads what the layer does need.
+
+Which kernel runs depends on the number of tokens, so every number up to 64 is asked for, then steps
+of an eighth up to the largest batch. A number in between that needs yet another kernel compiles it
+at its first use; vLLM runs every size once before it captures it. Nothing is launched and no memory
+of torch is taken: what is allocated here would belong to vLLM's pool of weights, whose content is
+lost while it sleeps.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def load_kernels(keys: Iterable[KernelKey]) -> None:
     if not distinct:
         return
     importlib.import_module("cuda.core")  # which is not made to be imported by several threads
-    for key in distinct:
-        if key in _begun:
-            _begun[key].wait()
+    for done in tuple(
+        _begun.values()
+    ):  # all: what follows may fork, and no thread should be at work
+        done.wait()
     with ThreadPoolExecutor(min(len(distinct), os.cpu_count() or 1)) as pool:
         list(pool.map(_compile, distinct))  # list: raise what a thread raised
     for key in distinct:
