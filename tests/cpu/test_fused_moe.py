@@ -146,6 +146,7 @@ REFUSED = (
     ({"topk_weights": torch.zeros(9, TOP_K, dtype=torch.float64)}, "topk_weights is torch.float64"),
     ({"topk_weights": torch.zeros(TOP_K, 9).T}, "topk_weights .* must be contiguous"),
     ({"expert_map": torch.zeros(6)}, "expert_map is torch.float32"),
+    ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map has no elements"),
     ({"out": torch.zeros(9, HIDDEN)}, r"out is torch.float32 \[9, 128\]; .*the shape of hidden"),
     ({"out": torch.zeros(8, HIDDEN, dtype=torch.bfloat16)}, r"out is torch.bfloat16 \[8, 128\]"),
     ({"workspace": torch.zeros(8)}, r"workspace has 32 bytes, 9 tokens need \d+"),
@@ -227,6 +228,30 @@ def test_a_workspace_in_the_way_of_other_tensors_is_refused() -> None:
         for start, space in ((0, room), (size, 0)):
             call = given | {name: placed(tensor, buffer, start)}
             assert torch.equal(chord.fused_moe(**call, workspace=buffer[space:]), want)
+
+
+def test_an_out_or_a_workspace_in_the_way_of_what_is_read_is_refused() -> None:
+    """The kernels read router weights, ids and experts while they write: a race on a GPU."""
+    given = operands() | {"expert_map": torch.arange(E)}
+    want = chord.fused_moe(**given)
+    rows = want.nbytes
+    for name in ("topk_weights", "topk_ids", "expert_map"):
+        buffer = torch.zeros(2 * rows, dtype=torch.uint8)
+        for start in (0, rows - 16):
+            call = given | {name: placed(given[name], buffer, start)}
+            out = buffer[:rows].view(torch.bfloat16).view(9, HIDDEN)
+            with pytest.raises(InputError, match=rf"out \[9, 128\] overlaps {name} in memory"):
+                chord.fused_moe(**call, out=out)
+        call = given | {name: placed(given[name], buffer, rows)}
+        assert torch.equal(chord.fused_moe(**call, out=out), want)
+    for name in ("w13", "w2"):
+        memory = given[name].data.view(-1)
+        out = memory[-rows:].view(torch.bfloat16).view(9, HIDDEN)
+        with pytest.raises(InputError, match=rf"out .* overlaps {name} in memory"):
+            chord.fused_moe(**given, out=out)
+        with pytest.raises(InputError, match=rf"workspace, .* overlaps {name} in memory"):
+            chord.fused_moe(**given, workspace=memory)
+    assert torch.equal(chord.fused_moe(**given), want)
 
 
 def test_addresses_are_checked_without_a_gpu_too() -> None:

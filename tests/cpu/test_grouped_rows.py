@@ -138,6 +138,26 @@ def test_an_out_that_overlaps_x_is_refused(
             call(**arguments, out=out)
 
 
+def test_an_out_in_the_way_of_a_table_or_the_weights_is_refused(
+    sorted_rows: dict[str, Any], slots: dict[str, Any]
+) -> None:
+    by_row = {"x": sorted_rows["x"], "experts": sorted_rows["experts"], "m_indices": ROWS}
+    for call, given, name in (
+        (chord.contiguous, sorted_rows, "expert_offsets"),
+        (chord.contiguous, by_row, "m_indices"),
+        (chord.masked, slots, "tokens_per_expert"),
+    ):
+        table, shape = given[name], (*given["x"].shape[:-1], N)
+        room = torch.zeros(torch.Size(shape).numel(), dtype=BF16)
+        inside = room.view(torch.int32)[4:][: table.numel()].copy_(table)
+        with pytest.raises(InputError, match=rf"out .* overlaps {name} \[{table.numel()}\] in mem"):
+            call(**(given | {name: inside}), out=room.view(shape))
+        assert torch.equal(inside, table)
+        memory = given["experts"].data.view(-1).view(BF16)
+        with pytest.raises(InputError, match=r"out .* overlaps experts .* in memory"):
+            call(**given, out=memory[-room.numel() :].view(shape))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_cpu_runs_the_reference(
     sorted_rows: dict[str, Any], slots: dict[str, Any], dtype: torch.dtype

@@ -210,6 +210,25 @@ def test_a_warm_call_sees_an_overlap(call: dict[str, Any], card: NotingDriver, o
     assert len(card.parameters) == 2
 
 
+@pytest.mark.parametrize(
+    "name", ["experts", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"]
+)
+def test_a_warm_call_sees_an_out_over_what_is_read(
+    call: dict[str, Any], card: NotingDriver, name: str
+) -> None:
+    read = call[name].data if name == "experts" else call[name]
+    read = read.as_subclass(torch.Tensor)
+    out_bytes = call["out"].nbytes
+    buffer = torch.zeros(2 * out_bytes + read.nbytes, dtype=torch.uint8)
+    inside = buffer[out_bytes - 16 :][: read.nbytes].view(read.dtype).view(read.shape).copy_(read)
+    moved = replace(call[name], data=on_card(inside)) if name == "experts" else on_card(inside)
+    out = on_card(buffer[:out_bytes].view(BF16).view(-1, N))
+    with pytest.raises(InputError, match=rf"overlaps {name} .* in memory, which is read while"):
+        chord.indexed(**(call | {name: moved, "out": out}))
+    chord.indexed(**(call | {name: moved}))
+    assert len(card.parameters) == 2
+
+
 def test_experts_in_another_order_are_another_call(call: dict[str, Any]) -> None:
     other = replace(call["experts"], gate_up_interleaved=True)
     with pytest.raises(chord.UnsupportedError, match="interleave_gate_up=True"):

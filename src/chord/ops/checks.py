@@ -150,6 +150,23 @@ def refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:
     )
 
 
+def refuse_shared_memory(out: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
+    """Refuse an output, bf16, any shape, that lies where something is read while it is written.
+
+    Args:
+        out: The output.
+        others: What is read, by its name for the message: any dtype and any shape.
+    """
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, tensor in others.items():
+        at, size = tensor.data_ptr(), tensor.nbytes
+        if begin < end and size and at < end and begin < at + size:
+            raise InputError(
+                f"out {list(out.shape)} overlaps {name} {list(tensor.shape)} in memory, which is "
+                f"read while out is written: pass another out"
+            )
+
+
 def check_runs(name: str, ids: torch.Tensor, items: str) -> None:
     """Check that a launch's table holds the runs of equal expert ids; waits for the device.
 

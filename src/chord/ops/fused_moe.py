@@ -59,7 +59,7 @@ def fused_moe(
         apply_router_weight_on_input: Multiply gate and up with the router weight instead of the
             rows of the second GEMM.
         out: bf16, [T, H], contiguous, overwritten entirely: tokens without a local expert become
-            zero. May be `hidden` itself.
+            zero. May be `hidden` itself, and lies apart from all other tensors.
         workspace: any dtype, contiguous, of at least `chord.fused_moe_workspace` bytes, 16-byte
             aligned, apart from the other tensors; its content is of no meaning. Without it one is
             allocated by torch.

@@ -42,6 +42,7 @@ class _Call:
         block_m: Entries of a block.
         x_bytes: Size of x.
         out_bytes: Size of the output.
+        read_bytes: Sizes of the packed weights and of the three routing buffers.
         on_cuda: Whether a kernel computes, not the reference.
         kernel: The kernel to launch; None if there is no row to route.
         sizes: Numbers of the GEMM's parameters: num_experts, n, k, reserved.
@@ -52,6 +53,7 @@ class _Call:
     block_m: int
     x_bytes: int
     out_bytes: int
+    read_bytes: tuple[int, int, int, int]
     on_cuda: bool
     kernel: KernelKey | None
     sizes: tuple[int, int, int, int]
@@ -139,6 +141,13 @@ def indexed(
     x_at, out_at = x.data_ptr(), out.data_ptr()
     if (x_at | out_at) & 15 or x_at - call.out_bytes < out_at < x_at + call.x_bytes:
         checks.refuse_addresses(x, out)
+    tables = (ids.data_ptr(), blocks.data_ptr(), used.data_ptr())
+    weights_at = experts.data.data_ptr()
+    for at, size in zip((weights_at, *tables), call.read_bytes, strict=True):
+        if at - call.out_bytes < out_at < at + size:
+            names = ("experts", "sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+            read = (experts.data, ids, blocks, used)
+            checks.refuse_shared_memory(out, dict(zip(names, read, strict=True)))
     if not call.on_cuda:
         checks.say_reference_once()
         top_k, block_m = call.counts[1:3]
@@ -152,9 +161,9 @@ def indexed(
         _validate_values(where, x.shape[0], experts.num_experts)
     run(
         call.kernel,
-        (x_at, experts.data.data_ptr(), out_at),
+        (x_at, weights_at, out_at),
         call.sizes,
-        (ids.data_ptr(), blocks.data_ptr(), used.data_ptr()),
+        tables,
         call.counts,
     )
     return out
@@ -294,6 +303,7 @@ def _check_call(
         block_m=block_m,
         x_bytes=2 * x.numel(),
         out_bytes=2 * num_routes * experts.n,
+        read_bytes=(experts.nbytes, sorted_token_ids.nbytes, expert_ids.nbytes, 4),
         on_cuda=x.is_cuda,
         kernel=kernel,
         sizes=(experts.num_experts, experts.n, experts.k, 0),

@@ -75,6 +75,7 @@ def contiguous(
     num_rows = x.shape[0]
     name, table = _contiguous_table(x, experts, expert_offsets, m_indices)
     out = _prepare_out(x, out, (num_rows, experts.n), "a row for each row of x")
+    checks.refuse_shared_memory(out, {name: table, "experts": experts.data})
     addressing = "ContiguousOffsets" if name == "expert_offsets" else "ContiguousIndices"
     problem = GemmProblem(experts.num_experts, experts.n, experts.k, num_rows, addressing)
     if not x.is_cuda:
@@ -158,6 +159,8 @@ def masked(
         raise InputError(f"expected={expected} must not be negative; leave it out")
     shape = (num_experts, max_rows, experts.n)
     out = _prepare_out(x, out, shape, "a row for each slot of x")
+    read = {"tokens_per_expert": tokens_per_expert, "experts": experts.data}
+    checks.refuse_shared_memory(out, read)
     problem = GemmProblem(
         num_experts,
         experts.n,

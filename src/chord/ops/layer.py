@@ -103,7 +103,7 @@ class _Call:
     wide_ids: int
     wide_map: int
     weight_type: int
-    sizes: tuple[int, ...]  # bytes of hidden, topk_weights, topk_ids, expert_map and the output
+    sizes: tuple[int, ...]  # bytes of hidden, topk_weights, topk_ids, expert_map, w13, w2, output
     on_cuda: bool
     kernels: tuple[KernelKey, KernelKey] | None
     space: Space
@@ -195,6 +195,7 @@ def run(
             if len(_calls) >= _MAX_REMEMBERED:
                 _calls.clear()
             _calls[facts] = call
+    is_given = out is not None
     if out is None:
         out = torch.empty_like(hidden)
     hidden_at, out_at = hidden.data_ptr(), out.data_ptr()
@@ -206,8 +207,15 @@ def run(
         topk_weights.data_ptr(),
         topk_ids.data_ptr(),
         0 if expert_map is None else expert_map.data_ptr(),
+        layer.w13.data.data_ptr(),
+        layer.w2.data.data_ptr(),
         out_at,
     )
+    if is_given and call.num_tokens:
+        end = out_at + call.sizes[0]
+        for at, size in zip(addresses[1:6], call.sizes[1:6], strict=True):
+            if at < end and out_at < at + size:
+                _refuse_out(out, call, addresses)
     if workspace is not None and call.num_tokens:
         space_at = workspace.data_ptr()
         end = space_at + call.space.num_bytes
@@ -217,18 +225,7 @@ def run(
             if at < end and space_at < at + size:
                 _refuse_workspace(workspace, call, addresses)
     if not call.on_cuda:
-        checks.say_reference_once()
-        return reference.fused_moe(
-            hidden,
-            layer.w13,
-            layer.w2,
-            topk_weights,
-            topk_ids,
-            expert_map,
-            out,
-            swiglu=(layer.swiglu.alpha, layer.swiglu.beta, layer.swiglu.limit),
-            apply_router_weight_on_input=layer.weight_on_input,
-        )
+        return _run_reference(layer, hidden, topk_weights, topk_ids, expert_map, out)
     if call.kernels is None:
         return out
     if workspace is None:
@@ -237,11 +234,34 @@ def run(
     return out
 
 
+def _run_reference(
+    layer: Layer,
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Compute a checked call on the CPU, into out, bf16, [T, H]."""
+    checks.say_reference_once()
+    return reference.fused_moe(
+        hidden,
+        layer.w13,
+        layer.w2,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        out,
+        swiglu=(layer.swiglu.alpha, layer.swiglu.beta, layer.swiglu.limit),
+        apply_router_weight_on_input=layer.weight_on_input,
+    )
+
+
 def _launch(
     layer: Layer,
     call: _Call,
     kernels: tuple[KernelKey, KernelKey],
-    pointers: tuple[int, int, int, int, int, int],
+    pointers: tuple[int, int, int, int, int, int, int, int],
 ) -> None:
     """Launch the kernels on torch's current stream of their device, part by part."""
     index = kernels[0].index
@@ -254,7 +274,7 @@ def _launch(
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
     gate_up_scratch, down_scratch = gate_up.scratch_pointers(stream), down.scratch_pointers(stream)
-    hidden, weights, ids, expert_map, out, base = pointers
+    hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts
     offsets, routes, positions = base + space.offsets, base + space.routes, base + space.positions
@@ -281,12 +301,12 @@ def _launch(
         part_weights = weights + first * weight_bytes
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
         gate_up.launch(stream, (
-            hidden + 2 * start * w13.k, w13.data.data_ptr(), middle, *gate_up_scratch,
+            hidden + 2 * start * w13.k, w13_at, middle, *gate_up_scratch,
             num_experts, w13.n, w13.k, 0,
             offsets, routes, on_input, call.weight_type, *swiglu, num_experts, top_k,
         ))
         down.launch(stream, (
-            middle, w2.data.data_ptr(), rows, *down_scratch, num_experts, w2.n, w2.k, 0,
+            middle, w2_at, rows, *down_scratch, num_experts, w2.n, w2.k, 0,
             middle_map, offsets, num_experts, 0,
         ))
         combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (
@@ -357,7 +377,7 @@ def _check_call(
         weight_type=_WEIGHT_TYPES[topk_weights.dtype],
         sizes=tuple(
             0 if tensor is None else tensor.nbytes
-            for tensor in (hidden, topk_weights, topk_ids, expert_map, hidden)
+            for tensor in (hidden, topk_weights, topk_ids, expert_map, w13.data, w2.data, hidden)
         ),
         on_cuda=hidden.is_cuda,
         kernels=kernels,
@@ -453,6 +473,10 @@ def _check_routing(
         )
     if expert_map is not None:
         checks.check_table("expert_map", expert_map, hidden, integers)
+        if not expert_map.numel():
+            raise InputError(
+                "expert_map has no elements; it must have one for each expert of the model"
+            )
 
 
 def _check_workspace(workspace: torch.Tensor, hidden: torch.Tensor, space: Space) -> None:
@@ -477,17 +501,31 @@ def _refuse_workspace(workspace: torch.Tensor, call: _Call, addresses: tuple[int
             f"workspace begins at address {begin:#x}; it must be 16-byte aligned (rows are copied "
             f"16 bytes at a time): pass another part of it"
         )
-    end = begin + call.space.num_bytes
-    names = ("hidden", "topk_weights", "topk_ids", "expert_map", "out")
-    shared = [
-        name
-        for name, at, size in zip(names, addresses, call.sizes, strict=True)
-        if at < end and begin < at + size
-    ]
+    shared = _overlapped(begin, call.space.num_bytes, call, addresses)
     raise InputError(
         f"workspace, whose first {call.space.num_bytes} bytes are written, overlaps "
         f"{' and '.join(shared)} in memory; pass one apart from all other tensors"
     )
+
+
+def _refuse_out(out: torch.Tensor, call: _Call, addresses: tuple[int, ...]) -> NoReturn:
+    """Say what lies in the memory of out, bf16, [T, H], and is read while it is written."""
+    shared = _overlapped(addresses[-1], call.sizes[-1], call, addresses)
+    shared = [name for name in shared if name not in ("hidden", "out")]
+    raise InputError(
+        f"out {list(out.shape)} overlaps {' and '.join(shared)} in memory, which is read while "
+        f"out is written; pass hidden itself, or an out apart from all other tensors"
+    )
+
+
+def _overlapped(begin: int, size: int, call: _Call, addresses: tuple[int, ...]) -> list[str]:
+    """Return the tensors of a call that share memory with bytes from `begin` on."""
+    names = ("hidden", "topk_weights", "topk_ids", "expert_map", "w13", "w2", "out")
+    return [
+        name
+        for name, at, length in zip(names, addresses, call.sizes, strict=True)
+        if at < begin + size and begin < at + length
+    ]
 
 
 def _refuse_addresses(hidden: torch.Tensor, out: torch.Tensor) -> None:
