@@ -370,6 +370,22 @@ def test_container_checks_its_buffer() -> None:
         packed.n = 64  # type: ignore[misc]
 
 
+def test_container_takes_no_text_for_its_order_and_keeps_plain_numbers() -> None:
+    """The metadata of a safetensors file is text, and "False" is true."""
+    data = pack_experts(words(2, 64, 64), ones(2, 64, 2)).data
+    for text in ("False", "True", 0, None):
+        with pytest.raises(
+            InputError, match=r"gate_up_interleaved is .*; it must be True or False"
+        ):
+            PackedExperts(data, 64, 64, gate_up_interleaved=text)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="group_size is the str '32'; it must be a whole number"):
+        PackedExperts(data, 64, 64, group_size="32")  # type: ignore[arg-type]
+    number = torch.tensor(64)
+    packed = PackedExperts(data, number, number)  # type: ignore[arg-type]
+    number += 64
+    assert packed.facts == (2, 64, 64, False)
+
+
 def test_expert_range_shares_memory() -> None:
     weights = cases.random_weights(4, 48, 96, kind="real")
     packed = weights.pack(interleave_gate_up=True)

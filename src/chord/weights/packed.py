@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chord.arguments import check_tensor, describe, usable_device, whole_number
+from chord.arguments import check_tensor, describe, truth, usable_device, whole_number
 from chord.errors import InputError, UnsupportedError
 from chord.weights.layout import (
     GROUP_SIZE,
@@ -51,8 +51,11 @@ class PackedExperts:
     def __post_init__(self) -> None:
         data = self.data
         check_tensor("data", data)
-        for name in ("n", "k"):
-            whole_number(name, getattr(self, name))
+        # Kept as Python's own: a number of another package may change in place.
+        for name in ("n", "k", "group_size"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        interleaved = truth("gate_up_interleaved", self.gate_up_interleaved)
+        object.__setattr__(self, "gate_up_interleaved", interleaved)
         if data.dtype != torch.uint8 or data.dim() != 4 or data.shape[-1] != UNIT_BYTES:
             raise InputError(
                 f"data is {data.dtype} {list(data.shape)}; a packed weight is uint8 "
