@@ -131,6 +131,42 @@ def test_masked() -> None:
         tolerance.assert_exact(fresh, expected.nan_to_num(0.0).bfloat16())
 
 
+WRONG_OFFSETS = (
+    ([-3, 2, 2, 5, 5, 90, 95], [0, 2, 2, 5, 5, 8, 8]),
+    ([0, 3, -9, -9, -9, -9, -9], [0, 3, 3, 3, 3, 3, 3]),
+)
+WRONG_COUNTS = (([-1, 4, 9, 0, -7, 2], [0, 4, 4, 0, 0, 2]),)
+
+
+def test_wrong_values_without_validation_count_as_in_the_kernels() -> None:
+    """Rows outside x, and counts outside the slots: see kernels/addressing."""
+    experts, x = cases.random_weights(E, 72, 96).pack(), cases.exact_x(8, 96)
+    slots = cases.exact_x(E * 4, 96).view(E, 4, 96)
+    for wrong, right in WRONG_OFFSETS:
+        want = reference.contiguous(x, experts, torch.tensor(right), cases.poisoned(8, 72))
+        out = cases.poisoned(8, 72)
+        reference.contiguous(x, experts, torch.tensor(wrong), out, validate=False)
+        assert torch.equal(out, want)
+    for wrong, right in WRONG_COUNTS:
+        out, want = (cases.poisoned(E * 4, 72).view(E, 4, 72) for _ in range(2))
+        reference.masked(slots, experts, torch.tensor(right).int(), want)
+        reference.masked(slots, experts, torch.tensor(wrong).int(), out, validate=False)
+        assert torch.equal(out, want)
+    used, blocks = torch.tensor([8], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    ids = torch.tensor([0, 1, 2, 8, 3, 5, 8, 8], dtype=torch.int32)
+    want = reference.indexed(x, experts, ids, blocks, used, 1, cases.poisoned(8, 72), block_m=4)
+    ids[6:] = torch.tensor([-1, 99], dtype=torch.int32)
+    for count in (8, 9000):
+        out = cases.poisoned(8, 72)
+        reference.indexed(
+            x, experts, ids, blocks, used * 0 + count, 1, out, block_m=4, validate=False
+        )
+        assert torch.equal(out, want)
+    out = cases.poisoned(8, 72)
+    reference.indexed(x, experts, ids, blocks, -used, 1, out, block_m=4, validate=False)
+    assert cases.is_poison(out)
+
+
 @pytest.mark.field_case(2)
 def test_no_work() -> None:
     """Field case 2: empty results of the right shape, and a normal call straight afterwards."""
