@@ -238,6 +238,25 @@ def test_bench_refuses_an_unknown_suite() -> None:
     assert "ep8_decode" in run("bench", "-s", "nothing", fails=InputError)
 
 
+def test_bench_refuses_what_matches_nothing_before_it_looks_for_a_card() -> None:
+    assert "there is no peer 'marlin'" in run("bench", "--peer", "marlin", fails=InputError)
+    assert "there is no peer" in run("bench", "--list", "--peer", "marlin", fails=InputError)
+    text = run("bench", "-s", "tp8", "--projection", "gate", fails=InputError)
+    assert "no case of tp8 has --projection gate and --count any; projections are gate_up" in text
+    text = run("bench", "-s", "layer", "--count", "7", "--count", "9", fails=InputError)
+    assert "no case of layer has --projection any and --count 7 or 9" in text
+
+
+def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the library that prints they can be a style; here they are part of a path."""
+    folder = tmp_path / "a[b]c[" / "d]"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(folder))
+    assert f"{folder}/kernels: 0 file(s)" in run("cache")
+    monkeypatch.setenv("CHORD_JIT", "[b]")
+    assert "CHORD_JIT='[b]' is not a mode" in run("doctor")
+
+
 def test_a_card_without_a_memory_line_is_refused() -> None:
     assert machine.memory_model("NVIDIA H200").launch_us == 12.0
     with pytest.raises(UnsupportedError, match="H100"):

@@ -53,6 +53,6 @@ def main() -> None:
     try:
         app()
     except ChordError as error:
-        errors.print(f"[bold red]{type(error).__name__}:[/] ", end="")
-        errors.print(str(error), markup=False, highlight=False)
+        errors.print(f"{type(error).__name__}:", style="bold red", end=" ")
+        errors.print(str(error), soft_wrap=True)
         sys.exit(1)

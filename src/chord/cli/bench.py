@@ -33,7 +33,7 @@ def bench(
         "benchmarks/records"
     ),
     block_m: Annotated[
-        int, typer.Option(help="Rows of a routing block; 0 leaves the choice to Chord.")
+        int, typer.Option(min=0, help="Rows of a routing block; 0 leaves the choice to Chord.")
     ] = 0,
     projection: Annotated[
         str, typer.Option(help="Measure this projection alone, gate_up or down; writes no record.")
@@ -49,25 +49,35 @@ def bench(
     from chord.bench import chart, machine
     from chord.bench import records as records_module
     from chord.bench.cliffs import find_cliffs, is_sweep
+    from chord.bench.peers import check_peer
     from chord.bench.scenarios import LAYER, SUITES, suite_named
+    from chord.errors import InputError
     from chord.timing import FLUSH_BYTES
 
     names = suite or [*SUITES, LAYER]
     chosen = {name: None if name == LAYER else suite_named(name) for name in names}
     peers = tuple(peer or ())
+    for name in peers:
+        check_peer(name)
     if show:
         for one in chosen.values():
             console.print(summary(one, len(peers)), soft_wrap=True)
         return
+
+    def only(case: Case) -> bool:
+        return projection in ("", case.projection.name) and (not count or case.tokens in count)
+
+    if not any(only(case) for one in chosen.values() for case in _cases(one)):
+        raise InputError(
+            f"no case of {', '.join(chosen)} has --projection {projection or 'any'} and --count "
+            f"{' or '.join(map(str, count or ())) or 'any'}; projections are gate_up and down, and "
+            f"counts stand in the tables of docs/performance.md"
+        )
     card = machine.card()
     machine.memory_model(card)
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     console.print(f"{card}, {versions}, kernels {machine.kernel_digest()[:12]}")
     console.print(f"cold L2: {FLUSH_BYTES >> 20} MiB written before each timed call\n")
-
-    def only(case: Case) -> bool:
-        return projection in ("", case.projection.name) and (not count or case.tokens in count)
-
     for one in chosen.values():
         console.print(summary(one, len(peers)), soft_wrap=True)
         started = time.perf_counter()
@@ -81,7 +91,17 @@ def bench(
         if not (dry or projection or count):
             path = records_module.save(record, records)
             picture = chart.draw(record, path.with_suffix(".png"))
-            console.print(f"wrote {path} and {picture.name}\n")
+            console.print(f"wrote {path} and {picture.name}\n", soft_wrap=True)
+
+
+def _cases(suite: Suite | None) -> list[Case]:
+    """Return the cases of a suite, or of the whole layer for None."""
+    from chord.bench.layer import layer_cases
+    from chord.bench.scenarios import cases
+
+    if suite is None:
+        return list(layer_cases())
+    return [case for projection in suite.projections for case in cases(suite, projection)]
 
 
 def _measure(

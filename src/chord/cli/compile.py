@@ -133,5 +133,5 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
         total = sum(job[0] == arch for job in work)
         console.print(f"{arch}: {count} of {total} kernels compiled with zero spills")
     for failure in failures:
-        console.print(failure, markup=False, style="red", soft_wrap=True)
+        console.print(failure, style="red", soft_wrap=True)
     return not failures

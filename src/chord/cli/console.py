@@ -13,8 +13,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+# No markup: what is printed holds paths, shapes and values, whose brackets are their own.
+console = Console(highlight=False, markup=False)
+errors = Console(stderr=True, highlight=False, markup=False)
 
 
 def progress() -> Progress:

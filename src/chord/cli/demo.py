@@ -35,7 +35,8 @@ def demo(
 
     where = _choose_device(device)
     name = torch.cuda.get_device_name() if where == "cuda" else "CPU, plain PyTorch (no GPU used)"
-    console.print(f"[bold]chord {chord.__version__}[/] on {name}")
+    console.print(f"chord {chord.__version__}", style="bold", end="")
+    console.print(f" on {name}", soft_wrap=True)
     shape = LayerShape()
     with progress() as bar, tempfile.TemporaryDirectory() as folder:
         task = bar.add_task("demo", total=5)
@@ -95,8 +96,9 @@ def demo(
             lambda y: "the same in FP64 from the checkpoint tensors alone",
         )
         error = ((out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
-    verdict = "[green]correct[/]" if error <= LIMIT else "[red]WRONG[/]"
-    console.print(f"{verdict}: worst token is off by {error:.1e} (limit {LIMIT:.0e})")
+    verdict, style = ("correct", "green") if error <= LIMIT else ("WRONG", "red")
+    console.print(verdict, style=style, end="")
+    console.print(f": worst token is off by {error:.1e} (limit {LIMIT:.0e})")
     if not error <= LIMIT:
         raise typer.Exit(1)
 

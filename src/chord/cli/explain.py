@@ -59,8 +59,9 @@ def explain(
         f"{facts.card} {addressing} E={experts} N={n} K={k} routed={rows} "
         f"({problem.rows_per_expert:.1f} rows an expert), floor {floor_us:.0f} us"
     )
+    console.print(decision.config.label(), style="bold", end="", soft_wrap=True)
     console.print(
-        f"[bold]{decision.config.label()}[/] | {decision.reason} | "
+        f" | {decision.reason} | "
         f"{len(decision.considered)} can run, {len(decision.rejected)} rejected",
         soft_wrap=True,
     )
@@ -75,7 +76,7 @@ def explain(
             soft_wrap=True,
         )
     for config, reason in decision.rejected:
-        console.print(f"[dim]rejected: {config.label()}: {reason}[/]", soft_wrap=True)
+        console.print(f"rejected: {config.label()}: {reason}", style="dim", soft_wrap=True)
 
 
 def _card_here() -> DeviceFacts:

@@ -44,7 +44,7 @@ def tune(
         rows = _measure(search.tasks(known[name]), name)
         path = (out or PROFILES) / search.file_name(facts.card, known[name])
         search.write_profile(rows, facts.card, path)
-        console.print(f"wrote {len(rows)} rows to {path}")
+        console.print(f"wrote {len(rows)} rows to {path}", soft_wrap=True)
 
 
 def _measure(tasks: list[Task], name: str) -> list[dict[str, object]]:

@@ -37,6 +37,12 @@ class Peer(Protocol):
         """Return a function without arguments that fills work.out once."""
 
 
+def check_peer(name: str) -> None:
+    """Refuse a name that is none of `PEERS`."""
+    if name not in PEERS:
+        raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+
+
 def load_peer(name: str, checkpoint: Checkpoint, todo: Sequence[Case]) -> Peer:
     """Pack a checkpoint for a peer.
 
@@ -52,12 +58,11 @@ def load_peer(name: str, checkpoint: Checkpoint, todo: Sequence[Case]) -> Peer:
         InputError: There is no such peer.
         UnsupportedError: Its package is not installed.
     """
+    check_peer(name)
     if name == "humming":
         from chord.bench.peers.humming import Humming
 
         return Humming(checkpoint, todo)
-    if name == "torch":
-        from chord.bench.peers.unquantised import Unquantised
+    from chord.bench.peers.unquantised import Unquantised
 
-        return Unquantised(checkpoint)
-    raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    return Unquantised(checkpoint)
