@@ -212,6 +212,9 @@ def test_explain_refuses_with_the_rule() -> None:
     text = run("explain", "-e", "8", "--n", "64", "--k", "64", "-r", "8", "--card", "h200",
                "--expected", "4", fails=InputError)  # fmt: skip
     assert "--expected 4" in text and "goes with --addressing Masked" in text
+    text = run("explain", "-e", "8", "--n", "72", "--k", "64", "-r", "8", "--card", "h200",
+               "--addressing", "RoutedGateUp", fails=UnsupportedError)  # fmt: skip
+    assert "N=72 is not a multiple of 16" in text
 
 
 def test_bench_lists_its_suites() -> None:

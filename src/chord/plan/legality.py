@@ -16,7 +16,7 @@ from chord.plan.config import (
     shipped_archs,
 )
 from chord.plan.problem import GemmProblem
-from chord.weights.layout import UNIT_N, reject_shape
+from chord.weights.layout import TILE_N, UNIT_N, reject_shape
 
 ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
 ADDRESSINGS = (
@@ -67,6 +67,11 @@ def reject_problem(problem: GemmProblem) -> str | None:
     reason = reject_shape(problem.num_experts, n, k)
     if reason is not None:
         return reason
+    if problem.addressing == "RoutedGateUp" and n % TILE_N:
+        return (
+            f"N={n} is not a multiple of {TILE_N} (gate and up features alternate by eights); pad "
+            f"the intermediate size"
+        )
     if rows < 0 or rows > MAX_ROWS:
         return f"routed_rows={rows} is not in 0..{MAX_ROWS} (rows are counted in 32 bits)"
     widest = max(n, k)
