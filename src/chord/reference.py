@@ -271,7 +271,8 @@ def _multiply(
     rows: torch.Tensor, experts: PackedExperts, e: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return rows, bf16 [M, K], times the weight of expert e, unrounded: dtype, [M, N]."""
-    return rows.to(dtype) @ _dequantize_expert(experts, e, dtype).T
+    with torch.autocast(rows.device.type, enabled=False):  # which would multiply in bf16
+        return rows.to(dtype) @ _dequantize_expert(experts, e, dtype).T
 
 
 def _check_x(

@@ -131,6 +131,15 @@ def test_masked() -> None:
         tolerance.assert_exact(fresh, expected.nan_to_num(0.0).bfloat16())
 
 
+def test_autocast_changes_nothing() -> None:
+    """The kernels do not know it, and the reference accumulates in the dtype that it is given."""
+    experts, x = cases.random_weights(E, 72, 96, kind="real").pack(), cases.real_x(8, 96)
+    offsets = torch.tensor([0, 2, 2, 5, 5, 8, 8])
+    want = reference.contiguous(x, experts, offsets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(reference.contiguous(x, experts, offsets), want)
+
+
 WRONG_OFFSETS = (
     ([-3, 2, 2, 5, 5, 90, 95], [0, 2, 2, 5, 5, 8, 8]),
     ([0, 3, -9, -9, -9, -9, -9], [0, 3, 3, 3, 3, 3, 3]),
