@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 import cases
 import chord
@@ -317,6 +318,24 @@ def test_compiles_with_out_and_workspace() -> None:
     twice = model(*arguments, out)
     want = chord.fused_moe(**given, swiglu_limit=0.5)
     assert torch.equal(out, want) and torch.equal(twice, want * 2)
+
+
+def test_compiled_code_refuses_gradients_and_constants_that_are_no_numbers() -> None:
+    given = operands()
+    hidden, scores = given["hidden"], given["topk_weights"]
+    for change, words in (
+        ({"hidden": hidden.clone().requires_grad_()}, r"hidden .* requires grad.*torch.no_grad"),
+        ({"topk_weights": scores.clone().requires_grad_()}, "topk_weights .* requires grad"),
+        ({"swiglu_alpha": float("nan")}, "swiglu_alpha=nan is beyond"),
+        ({"swiglu_limit": float("inf")}, "swiglu_limit=inf is beyond"),
+    ):
+        torch.compiler.reset()
+        whole = torch.compile(chord.fused_moe, fullgraph=True, backend="aot_eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+            whole(**given | change)
+    with torch.no_grad():
+        given["hidden"] = hidden.clone().requires_grad_()
+        assert torch.equal(whole(**given), chord.fused_moe(**given))
 
 
 def test_operators_keep_the_rules_of_torch_library() -> None:

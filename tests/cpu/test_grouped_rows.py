@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 
 import cases
 import chord
@@ -187,6 +188,26 @@ def test_no_rows_give_an_empty_result_and_rows_of_nobody_stay(
     out = cases.poisoned(E, MAX_M, N)
     chord.masked(**(slots | {"tokens_per_expert": ints(0, 0, 0, 0)}), out=out, expected=0)
     assert cases.is_poison(out)
+
+
+def test_a_graph_of_torch_compile_ends_at_what_is_no_operator(
+    sorted_rows: dict[str, Any], slots: dict[str, Any]
+) -> None:
+    ids = torch.tensor([[0], [2], [1], [-1]])
+    where = chord.align(ids, num_experts=E, block_m=4)
+    buffers = (where.sorted_token_ids, where.expert_ids, where.num_tokens_post_padded)
+    x, experts = sorted_rows["x"][:4], sorted_rows["experts"]
+    for name, call in (
+        ("contiguous", lambda: chord.contiguous(**sorted_rows) + 1),
+        ("masked", lambda: chord.masked(**slots, expected=1) + 1),
+        ("indexed", lambda: chord.indexed(x, experts, *buffers, 1, block_m=4) + 1),
+        ("align", lambda: chord.align(ids, num_experts=E, block_m=4).expert_ids + 1),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"chord\.{name} is no operator"):
+            torch.compile(call, fullgraph=True, backend="aot_eager")()
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(call, backend="aot_eager")(), call())
 
 
 # --- what a card would get ------------------------------------------------------------------------

@@ -52,6 +52,9 @@ def align(
         >>> blocks.sorted_token_ids
         tensor([1, 4, 0, 2, 4, 4], dtype=torch.int32)
     """
+    if torch.compiler.is_dynamo_compiling():
+        outside = checks.outside_graph(align)
+        return outside(topk_ids, num_experts=num_experts, block_m=block_m, expert_map=expert_map)
     num_experts, block_m = (
         whole_number("num_experts", num_experts),
         whole_number("block_m", block_m),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -16,7 +17,27 @@ from chord.errors import InputError, UnsupportedError
 from chord.plan.config import MAX_SEGMENTS, Config, DecodeConfig, PrefillConfig
 from chord.weights.packed import PackedExperts, check_packed
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger("chord")
+_OUTSIDE: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_graph(function: Callable[..., _T]) -> Callable[..., _T]:
+    """End the graph that torch.compile is tracing, and return the function to run as it is.
+
+    Without it Dynamo traces addresses and launches, and fullgraph=True fails at the first line that
+    it cannot follow, in words that are not about the call.
+
+    Args:
+        function: One of Chord's that is no operator of torch.library.
+    """
+    torch._dynamo.graph_break(
+        msg=f"chord.{function.__name__} is no operator of torch.library, so a graph ends at it: "
+        f"compile without fullgraph=True, or let chord.fused_moe, which is one, do the whole layer"
+    )
+    if function not in _OUTSIDE:
+        _OUTSIDE[function] = torch.compiler.disable(function)
+    return _OUTSIDE[function]
 
 
 def check_config_kind(config: object) -> None:

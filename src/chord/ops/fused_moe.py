@@ -93,10 +93,10 @@ def fused_moe(
             f"activation={reprlib.repr(activation)} is not supported; 'silu' is, with "
             f"swiglu_alpha, swiglu_beta and swiglu_limit for the constants of models"
         )
+    for name, tensor in (("hidden", hidden), ("topk_weights", topk_weights)):
+        check_tensor(name, tensor)
+        checks.refuse_gradients(name, tensor)
     if not torch.compiler.is_compiling():  # where these may be symbols
-        for name, tensor in (("hidden", hidden), ("topk_weights", topk_weights)):
-            check_tensor(name, tensor)
-            checks.refuse_gradients(name, tensor)
         swiglu_alpha = real_number("swiglu_alpha", swiglu_alpha)
         swiglu_beta = real_number("swiglu_beta", swiglu_beta)
         if swiglu_limit is not None:
@@ -106,7 +106,7 @@ def fused_moe(
         ("swiglu_beta", swiglu_beta),
         ("swiglu_limit", swiglu_limit),
     ):
-        if constant is not None and abs(constant) > layer.MAX_CONSTANT:
+        if constant is not None and not abs(constant) <= layer.MAX_CONSTANT:  # NaN is not
             raise InputError(
                 f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and SwiGLU is computed "
                 f"in FP32; pass a smaller one (no limit at all is swiglu_limit=None)"

@@ -117,6 +117,9 @@ def indexed(
         torch.Size([2, 64])
     """
     ids, blocks, used = sorted_token_ids, expert_ids, num_tokens_post_padded
+    if torch.compiler.is_dynamo_compiling():
+        options = {"block_m": block_m, "out": out, "validate": validate, "config": config}
+        return checks.outside_graph(indexed)(x, experts, ids, blocks, used, top_k, **options)
     # Whatever `_check_call` looks at. Written out: a helper for each would add a third to the call.
     try:
         # fmt: off

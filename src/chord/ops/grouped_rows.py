@@ -6,6 +6,8 @@ as it does for `indexed`. No routing buffers, and no row moves: out has the orde
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from chord import reference, routing
@@ -70,6 +72,9 @@ def contiguous(
         >>> chord.contiguous(x, experts, torch.tensor([0, 2, 5])).shape
         torch.Size([5, 64])
     """
+    if torch.compiler.is_dynamo_compiling():
+        options: dict[str, Any] = {"m_indices": m_indices, "validate": validate, "config": config}
+        return checks.outside_graph(contiguous)(x, experts, expert_offsets, out, **options)
     checks.check_rows(x, experts, "[R, K]")
     checks.check_config(config, x)
     num_rows = x.shape[0]
@@ -145,6 +150,9 @@ def masked(
         >>> chord.masked(x, experts, torch.tensor([3, 1], dtype=torch.int32), expected=2).shape
         torch.Size([2, 3, 64])
     """
+    if torch.compiler.is_dynamo_compiling():
+        options: dict[str, Any] = {"expected": expected, "validate": validate, "config": config}
+        return checks.outside_graph(masked)(x, experts, tokens_per_expert, out, **options)
     checks.check_rows(x, experts, "[E, max_m, K]")
     checks.check_config(config, x)
     num_experts, max_rows = experts.num_experts, x.shape[1]
