@@ -97,7 +97,8 @@ def layer_method(config: type, moe: Any, changes: dict[str, Any] | None = None) 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups(group: int) -> None:
-    assert type(layer_method(ChordConfig, moe_config(inner=256), {"group_size": group}))
+    method = layer_method(ChordConfig, moe_config(inner=256), {"group_size": group})
+    assert type(method) is ChordMoEMethod and method.group_size == group
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
@@ -115,7 +116,21 @@ DECLINED = {
     "alpha": ({}, {"swiglu_alpha": 1.702}, "swiglu_alpha=1.702"),
     "gelu": ({}, {"activation": MoEActivation.GELU}, "GELU activation"),
     "lora": ({}, {"is_lora_enabled": True}, "LoRA"),
-    "hidden": ({}, {"hidden": 136}, "K=136 is not a positive multiple of 32"),
+    "hidden": (
+        {"strategy": "channel", "group_size": None},
+        {"hidden": 136},
+        "K=136 is not a positive multiple of 32",
+    ),
+    "groups along hidden": (
+        {"group_size": 128},
+        {"hidden": 192, "inner": 128},
+        "hidden size 192 is no whole number of groups of 128",
+    ),
+    "groups cut by tensor parallel": (
+        {"group_size": 128},
+        {"inner": 256, "parallel": tensor_parallel(4)},
+        "intermediate size of a rank 64 is no whole number of groups of 128",
+    ),
     "marlin": ({}, {"moe_backend": "marlin"}, "--moe-backend marlin asks for another kernel"),
     "triton": ({}, {"moe_backend": "triton"}, "--moe-backend triton asks for another kernel"),
     "experts": ({}, {"experts": 600}, "600 experts on a rank"),

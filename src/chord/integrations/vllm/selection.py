@@ -102,7 +102,7 @@ def decline(scheme: dict[str, Any], layer: RoutedExperts) -> str | None:
     return (
         _decline_format(scheme)
         or _decline_layer(layer)
-        or _decline_shape(moe)
+        or _decline_shape(scheme, moe)
         or _decline_deployment(scheme, moe)
     )
 
@@ -181,12 +181,16 @@ def _decline_layer(layer: RoutedExperts) -> str | None:
     return None
 
 
-def _decline_shape(moe: FusedMoEConfig) -> str | None:
+def _decline_shape(scheme: dict[str, Any], moe: FusedMoEConfig) -> str | None:
     hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
     if moe.tp_shard_with_padding:
         return "tensor-parallel slices are padded"
     if moe.num_local_experts > MAX_SEGMENTS:
         return f"{moe.num_local_experts} experts on a rank, Chord takes {MAX_SEGMENTS}"
+    group = _group_size(scheme["weights"]) or GROUP_SIZE
+    for name, size in (("hidden size", hidden), ("intermediate size of a rank", inner)):
+        if group != PER_CHANNEL and size % group:
+            return f"{name} {size} is no whole number of groups of {group}"
     return reject_shape(moe.num_local_experts, 2 * inner, hidden) or reject_shape(
         moe.num_local_experts, hidden, inner
     )
