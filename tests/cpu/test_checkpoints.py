@@ -476,6 +476,52 @@ def test_quantized_activations_are_refused() -> None:
         check_quantization_config(wrong)
 
 
+def rotation(location: str, *targets: str, ignore: tuple[str, ...] = ()) -> dict[str, Any]:
+    applied = {"targets": list(targets), "location": location, "ignore": list(ignore)}
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": [applied]}}}
+
+
+def test_rotated_activations_and_sparse_weights_are_refused() -> None:
+    """Loaded as if nothing were said, such a checkpoint gives words of no sense and no error."""
+    down = "model.layers.1.mlp.experts.0.down_proj"
+    for targets in (("Linear",), ("re:.*down_proj$",), ("down_proj",)):
+        with pytest.raises(UnsupportedError, match=r"rotates the input of .*down_proj \('R4'\)"):
+            asked = config() | {"transform_config": rotation("input", *targets)}
+            check_quantization_config(asked, down)
+    for harmless in (
+        rotation("weight_input", "Linear"),  # is in the weights
+        rotation("input", "re:.*o_proj$"),
+        rotation("output", "Linear", ignore=("re:.*experts.*",)),
+        {},
+    ):
+        assert check_quantization_config(config() | {"transform_config": harmless}, down) == 32
+    with pytest.raises(UnsupportedError, match=r"sparsity_config\.format='sparse-24-bitmask'"):
+        check_quantization_config(config() | {"sparsity_config": {"format": "sparse-24-bitmask"}})
+    dense = config() | {"sparsity_config": {"format": "dense"}}
+    assert check_quantization_config(dense) == 32
+
+
+def test_the_config_is_asked_for_all_three_projections(tmp_path: Path) -> None:
+    def load(stated: dict[str, Any]) -> MoELayer:
+        described = {"n_routed_experts": EXPERTS, "quantization_config": stated}
+        (folder / "config.json").write_text(json.dumps(described))
+        return load_moe_layer(folder, 1)
+
+    folder = write(tmp_path, "kimi_k2")
+    with pytest.raises(UnsupportedError, match=r"rotates the input of .*down_proj"):
+        load(config() | {"transform_config": rotation("input", "re:.*down_proj$")})
+    with pytest.raises(
+        UnsupportedError, match=r"ignore='re:\.\*up_proj' leaves .*up_proj unquanti"
+    ):
+        load(config() | {"ignore": ["re:.*up_proj"]})
+    two = config()
+    coarse = {"targets": ["re:.*down_proj"], "weights": WEIGHTS | {"group_size": 64}}
+    two["config_groups"]["down"] = coarse
+    with pytest.raises(UnsupportedError, match=r"group sizes \[32, 32, 64\] of .*down_proj"):
+        load(two)
+    check(load(config()), 1)
+
+
 def test_configs_accepted() -> None:
     for group_size in (32, 64, 128):
         assert check_quantization_config(config(group_size=group_size)) == group_size

@@ -111,9 +111,7 @@ def load_moe_layer(
     if quantization_config is None:
         quantization_config = _find_quantization_config(checkpoint)
     experts = _choose_experts(experts, names, checkpoint)
-    group_size = check_quantization_config(
-        quantization_config, names.module(experts.start, names.gate)
-    )
+    group_size = _group_size(quantization_config, names, experts.start)
     reader = _LayerReader(checkpoint, names, group_size, target)
     w13_packed, w13_scale = reader.read_w13(experts, tp_rank, tp_size)
     w2_packed, w2_scale = reader.read_w2(experts, tp_rank, tp_size)
@@ -384,6 +382,18 @@ def _choose_experts(experts: range | None, names: _LayerNames, checkpoint: _Chec
             f"experts of {names.stem}"
         )
     return experts
+
+
+def _group_size(config: Mapping[str, Any], names: _LayerNames, expert: int) -> int:
+    """Return the group size that a config states for all three projections of an expert."""
+    modules = [names.module(expert, name) for name in (names.gate, names.up, names.down)]
+    sizes = [check_quantization_config(config, module) for module in modules]
+    if len(set(sizes)) > 1:
+        raise UnsupportedError(
+            f"quantization_config: group sizes {sizes} of {', '.join(modules)}; the projections of "
+            f"a layer need one"
+        )
+    return sizes[0]
 
 
 def _count_experts(config: Mapping[str, Any]) -> int | None:

@@ -35,6 +35,10 @@ def check_quantization_config(config: Mapping[str, Any], module: str = "") -> in
     for pattern in _names(config, "ignore"):
         if module and _matches(pattern, module):
             raise _unsupported(f"ignore={pattern!r} leaves {module} unquantized")
+    _refuse_transforms(config, module)
+    layout_of_zeros = section(config, "sparsity_config").get("format")
+    if layout_of_zeros not in (None, "dense"):
+        raise _unsupported(f"sparsity_config.format={layout_of_zeros!r}, not 'dense'")
     group = _choose_group(config, module)
     layout = group.get("format") or config.get("format")
     if layout not in (None, "pack-quantized"):
@@ -56,6 +60,26 @@ def check_quantization_config(config: Mapping[str, Any], module: str = "") -> in
     if strategy not in (None, "group") or group_size not in SUPPORTED_GROUPS:
         raise _unsupported(f"weights.strategy={strategy!r} with group_size={group_size!r}")
     return int(group_size)
+
+
+def _refuse_transforms(config: Mapping[str, Any], module: str) -> None:
+    """Refuse rotations of a module's activations; those of weights are in the weights already."""
+    schemes = section(section(config, "transform_config"), "config_groups")
+    for name in schemes:
+        for applied in section(schemes, name).get("apply") or []:
+            if not isinstance(applied, Mapping):
+                raise InputError(
+                    f"apply of the transform {name!r} holds {describe(applied)}; it must be a list "
+                    f"of objects"
+                )
+            location, targets = applied.get("location"), _names(applied, "targets")
+            is_meant = "Linear" in targets or any(_matches(t, module) for t in targets)
+            is_left_out = any(_matches(pattern, module) for pattern in _names(applied, "ignore"))
+            if location in ("input", "output") and is_meant and not is_left_out:
+                raise _unsupported(
+                    f"transform_config rotates the {location} of {module or 'Linear'} ({name!r}) "
+                    f"while the model runs, which Chord does not"
+                )
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
