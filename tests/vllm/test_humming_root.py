@@ -173,6 +173,8 @@ def test_other_activations_are_refused() -> None:
     for kind, formula in (("unary", "a"), ("binary_split", "fmaxf(a, 0.f) * b")):
         with pytest.raises(chord.UnsupportedError, match="the activation"):
             may_process_input(config, rows, out, activation_type=kind, activation_impl=formula)
+    with pytest.raises(chord.UnsupportedError, match="the layout 'gather' of inputs"):
+        may_process_input(config, rows, out, layout="gather")
     with pytest.raises(chord.UnsupportedError, match="hadamard_block_size=32"):
         may_process_input(config, rows, out, hadamard_block_size=32)
 

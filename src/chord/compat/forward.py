@@ -24,6 +24,9 @@ from chord.weights.packed import PackedExperts
 # Chord joins the blocks of an expert, so their size changes the length of the tables, not the work.
 _BLOCKS = ((0, 4096, 16), (4096, 1 << 31, 64))
 
+# Of inputs; slots of experts lie as they are multiplied, so there is nothing to do for them.
+_LAYOUTS = ("normal", "scatter", "grouped_mask")
+
 _SILU = "(a/(1.f+expf(-a)))*b"
 
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -122,7 +125,8 @@ def may_process_input(
         config: The projection that the result goes to.
         inputs: bf16, [M, K], or gate and up side by side, [R, 2 K], with an activation.
         outputs: bf16, [R, K]; None if there is nothing to do.
-        layout: "scatter" copies row m of inputs to rows scatter_idx[m] of outputs.
+        layout: "scatter" copies row m of inputs to rows scatter_idx[m] of outputs; "normal" and
+            "grouped_mask" leave rows where they are.
         scatter_idx: int32, [M, top_k].
         activation_type: "binary_split": gate before up.
         activation_impl: The formula of a and b; SiLU of a times b.
@@ -135,6 +139,8 @@ def may_process_input(
     Raises:
         UnsupportedError: Another activation, quantization, or rotation.
     """
+    if layout not in _LAYOUTS:
+        refuse(f"the layout {layout!r} of inputs")
     if token_scales is not None or (hadamard_block_size or 0) > 1:
         refuse(f"scaled or rotated activations (hadamard_block_size={hadamard_block_size})")
     if activation_type is not None:
