@@ -389,3 +389,18 @@ def test_packed_bytes_are_not_packed_again() -> None:
         flat = w13.data.view(torch.int32).flatten()[: E * 2 * MIDDLE * HIDDEN // 8]
         words = flat.view(E, 2 * MIDDLE, HIDDEN // 8)
         chord.pack_experts(words, scales, interleave_gate_up=True, out=w13)
+
+
+def test_memory_that_packed_bytes_have_left_can_hold_a_checkpoint() -> None:
+    """A buffer that an engine offloads or swaps: the tensor object lives on, somewhere else."""
+    words, scales = weights()[1].words.clone(), weights()[1].scales
+    memory = torch.zeros(2**20, dtype=torch.uint8)
+    want = chord.pack_experts(words, scales)
+    data = memory[: want.nbytes].view(want.data.shape).copy_(want.data)
+    experts = chord.PackedExperts(data, n=want.n, k=want.k)
+    inside = memory[: words.nbytes].view(torch.int32).view(words.shape)
+    with pytest.raises(InputError, match="is the memory of a packed weight"):
+        chord.pack_experts(inside, scales)
+    data.set_(want.data.clone())
+    inside.copy_(words)
+    assert torch.equal(chord.pack_experts(inside, scales).data, experts.data)

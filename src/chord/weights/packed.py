@@ -149,7 +149,8 @@ def refuse_packed_memory(name: str, tensor: torch.Tensor) -> None:
     begin = tensor.data_ptr()
     end = begin + span * tensor.element_size()
     for (address, size), data in list(_ALIVE.items()):
-        if data.device == tensor.device and address < end and begin < address + size:
+        is_there = data.device == tensor.device and data.data_ptr() == address  # it may have moved
+        if is_there and address < end and begin < address + size:
             raise InputError(
                 f"{name} {list(tensor.shape)} at {begin:#x} is the memory of a packed weight "
                 f"({list(data.shape)} at {address:#x}); pack from the checkpoint's own tensors"
