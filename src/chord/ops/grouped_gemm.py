@@ -42,7 +42,7 @@ class _Call:
         block_m: Entries of a block.
         x_bytes: Size of x.
         out_bytes: Size of the output.
-        read_bytes: Sizes of the packed weights and of the three routing buffers.
+        read_bytes: Sizes of the packed weights, sorted_token_ids and expert_ids.
         on_cuda: Whether a kernel computes, not the reference.
         kernel: The kernel to launch; None if there is no row to route.
         sizes: Numbers of the GEMM's parameters: num_experts, n, k, reserved.
@@ -53,7 +53,7 @@ class _Call:
     block_m: int
     x_bytes: int
     out_bytes: int
-    read_bytes: tuple[int, int, int, int]
+    read_bytes: tuple[int, int, int]
     on_cuda: bool
     kernel: KernelKey | None
     sizes: tuple[int, int, int, int]
@@ -144,13 +144,17 @@ def indexed(
     x_at, out_at = x.data_ptr(), out.data_ptr()
     if (x_at | out_at) & 15 or x_at - call.out_bytes < out_at < x_at + call.x_bytes:
         checks.refuse_addresses(x, out)
-    tables = (ids.data_ptr(), blocks.data_ptr(), used.data_ptr())
     weights_at = experts.data.data_ptr()
-    for at, size in zip((weights_at, *tables), call.read_bytes, strict=True):
-        if at - call.out_bytes < out_at < at + size:
-            names = ("experts", "sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-            read = (experts.data, ids, blocks, used)
-            checks.refuse_shared_memory(out, dict(zip(names, read, strict=True)))
+    ids_at, blocks_at, used_at = ids.data_ptr(), blocks.data_ptr(), used.data_ptr()
+    room, (weight_bytes, ids_bytes, blocks_bytes) = call.out_bytes, call.read_bytes
+    if (
+        weights_at - room < out_at < weights_at + weight_bytes
+        or ids_at - room < out_at < ids_at + ids_bytes
+        or blocks_at - room < out_at < blocks_at + blocks_bytes
+        or used_at - room < out_at < used_at + 4
+    ):
+        tables = {"sorted_token_ids": ids, "expert_ids": blocks, "num_tokens_post_padded": used}
+        checks.refuse_shared_memory(out, {"experts": experts.data, **tables})
     if not call.on_cuda:
         checks.say_reference_once()
         top_k, block_m = call.counts[1:3]
@@ -166,7 +170,7 @@ def indexed(
         call.kernel,
         (x_at, weights_at, out_at),
         call.sizes,
-        tables,
+        (ids_at, blocks_at, used_at),
         call.counts,
     )
     return out
@@ -306,7 +310,7 @@ def _check_call(
         block_m=block_m,
         x_bytes=2 * x.numel(),
         out_bytes=2 * num_routes * experts.n,
-        read_bytes=(experts.nbytes, sorted_token_ids.nbytes, expert_ids.nbytes, 4),
+        read_bytes=(experts.nbytes, sorted_token_ids.nbytes, expert_ids.nbytes),
         on_cuda=x.is_cuda,
         kernel=kernel,
         sizes=(experts.num_experts, experts.n, experts.k, 0),
