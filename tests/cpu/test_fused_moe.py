@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,6 +339,32 @@ def test_compiled_code_refuses_gradients_and_constants_that_are_no_numbers() -> 
     with torch.no_grad():
         given["hidden"] = hidden.clone().requires_grad_()
         assert torch.equal(whole(**given), chord.fused_moe(**given))
+
+
+class ExportedLayer(torch.nn.Module):
+    def forward(
+        self, hidden: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        return chord.fused_moe(hidden, *packed(), scores, ids)
+
+
+def test_an_exported_layer_runs_in_a_process_that_names_fused_moe(tmp_path: Path) -> None:
+    given = operands()
+    inputs = (given["hidden"], given["topk_weights"], given["topk_ids"])
+    tokens = {0: torch.export.Dim("T", min=1, max=4096)}
+    packed()  # not while tracing
+    exported = torch.export.export(ExportedLayer(), inputs, dynamic_shapes=(tokens,) * 3)
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    torch.save([*(tensor[:5] for tensor in inputs), chord.fused_moe(**given)[:5]], tmp_path / "io")
+    code = (
+        "import chord, torch; chord.fused_moe\n"
+        "*inputs, want = torch.load('io')\n"
+        "assert torch.equal(torch.export.load('layer.pt2').module()(*inputs), want)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_operators_keep_the_rules_of_torch_library() -> None:

@@ -1,6 +1,7 @@
 """The whole layer as `torch.library` operators, for torch.compile; `chord.fused_moe` calls them.
 
 An operator takes plain tensors and numbers: the packed bytes and what the containers know besides.
+Importing this module defines them, which the first use of `chord.fused_moe` does.
 """
 
 from __future__ import annotations
