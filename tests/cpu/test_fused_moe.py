@@ -153,6 +153,7 @@ REFUSED = (
     ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map has no elements"),
     ({"out": torch.zeros(9, HIDDEN)}, r"out is torch.float32 \[9, 128\]; .*the shape of hidden"),
     ({"out": torch.zeros(8, HIDDEN, dtype=torch.bfloat16)}, r"out is torch.bfloat16 \[8, 128\]"),
+    ({"out": cases.real_x(9, HIDDEN).requires_grad_()}, r"out \[9, 128\] requires grad"),
     ({"workspace": torch.zeros(8)}, r"workspace has 32 bytes, 9 tokens need \d+"),
     ({"activation": "gelu"}, "activation='gelu' is not supported"),
     ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),

@@ -89,6 +89,7 @@ ROWS = cases.owners_of_counts(COUNTS, after=2)
         ({"out": torch.zeros(R, 32, dtype=BF16)}, r"it must be bf16 \[12, 64\], a row for each"),
         ({"out": torch.zeros(N, R, dtype=BF16).T}, r"out \[12, 64\] has strides"),
         ({"out": unaligned(R, N)}, "out begins at address"),
+        ({"out": torch.zeros(R, N, dtype=BF16).requires_grad_()}, r"out .* requires grad.*no_grad"),
     ],
 )
 def test_contiguous_refuses_by_name_value_and_rule(

@@ -183,6 +183,7 @@ BIG = torch.zeros(4096, dtype=BF16)
         ),
         ("x", lambda t: on_card(t.clone().requires_grad_()), "requires grad"),
         ("x", lambda t: None, "x is None, not a torch.Tensor"),
+        ("out", lambda t: on_card(t.clone().requires_grad_()), r"out \[12, 64\] requires grad"),
         ("out", lambda t: [0.0], r"out is the list \[0\.0\], not a torch.Tensor"),
         ("validate", lambda flag: torch.ones(2), "validate is a torch.Tensor .* True or False"),
         ("top_k", lambda n: 0, "top_k=0"),

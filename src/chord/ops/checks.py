@@ -97,7 +97,7 @@ def check_rows(x: torch.Tensor, experts: PackedExperts, dims: str) -> None:
 
 
 def refuse_gradients(name: str, x: torch.Tensor) -> None:
-    """Refuse activations, of any dtype and any shape, whose gradients would be lost in silence."""
+    """Refuse a tensor, of any dtype and any shape, whose gradients would be lost in silence."""
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError(
             f"{name} {list(x.shape)} requires grad, and Chord computes no gradients; call under "
@@ -155,6 +155,7 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], rule: 
     if out.device != x.device:
         raise InputError(f"out is on {out.device}, the rows are on {x.device}; move one of them")
     check_contiguous("out", out)
+    refuse_gradients("out", out)
 
 
 def refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:

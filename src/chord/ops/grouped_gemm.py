@@ -129,7 +129,8 @@ def indexed(
             ids.shape, ids.dtype, ids.get_device(), ids.is_contiguous(),
             blocks.shape, blocks.dtype, blocks.get_device(), blocks.is_contiguous(),
             used.shape, used.dtype, used.get_device(),  # its one element is always contiguous
-            None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
+            None if out is None else (
+                out.shape, out.dtype, out.get_device(), out.is_contiguous(), out.requires_grad),
         )
         # fmt: on
         call = _calls.get(facts)
@@ -137,7 +138,8 @@ def indexed(
         facts, call = None, None
     if call is None:
         call = _check_call(x, experts, (ids, blocks, used), top_k, block_m, out, config)
-        if facts is not None and not x.requires_grad:  # whether grad is enabled is asked each time
+        with_grad = x.requires_grad or (out is not None and out.requires_grad)
+        if facts is not None and not with_grad:  # whether grad is enabled is asked each time
             _remember(facts, call)
     if out is None:
         out = torch.zeros(call.num_routes, experts.n, dtype=torch.bfloat16, device=x.device)

@@ -181,7 +181,8 @@ def run(
             None if expert_map is None else (
                 expert_map.shape, expert_map.dtype, expert_map.get_device(),
                 expert_map.is_contiguous()),
-            None if out is None else (out.shape, out.dtype, out.get_device(), out.is_contiguous()),
+            None if out is None else (
+                out.shape, out.dtype, out.get_device(), out.is_contiguous(), out.requires_grad),
             None if workspace is None else (
                 workspace.nbytes, workspace.get_device(), workspace.is_contiguous()),
         )
@@ -191,7 +192,8 @@ def run(
         facts, call = None, None
     if call is None:
         call = _check_call(layer, hidden, topk_weights, topk_ids, expert_map, out, workspace)
-        if facts is not None and call.on_cuda:
+        with_grad = out is not None and out.requires_grad  # asked each time whether it is enabled
+        if facts is not None and call.on_cuda and not with_grad:
             if len(_calls) >= _MAX_REMEMBERED:
                 _calls.clear()
             _calls[facts] = call
