@@ -212,6 +212,27 @@ def test_experts_that_the_checkpoint_leaves_unquantized() -> None:
         assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
 
 
+def test_experts_whose_activations_are_rotated_are_left(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock vLLM 0.33 rotates for linear layers alone, so nobody else would tell."""
+
+    def method(location: str, target: str) -> Any:
+        described = checkpoint_config()
+        applied = {"targets": [target], "location": location}
+        scheme = {"type": "hadamard", "apply": [applied]}
+        described["transform_config"] = {"config_groups": {"R4": scheme}}
+        layer = make_layer(None, moe_config())
+        return ChordCompressedTensorsConfig.from_config(described).get_quant_method(layer, PREFIX)
+
+    stock = object()
+    monkeypatch.setattr(CompressedTensorsConfig, "get_quant_method", lambda *_: stock)
+    assert method("input", "re:.*down_proj$") is stock
+    assert "rotates the input of model.layers.3.mlp.experts.0.down_proj ('R4')" in lines[-1]
+    assert type(method("input", "re:.*o_proj$")) is ChordMoEMethod
+    assert type(method("weight_input", "re:.*down_proj$")) is ChordMoEMethod
+
+
 def test_projections_of_different_schemes_are_refused() -> None:
     described = checkpoint_config()
     described["ignore"].append("re:.*experts.*down_proj")

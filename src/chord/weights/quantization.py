@@ -35,7 +35,7 @@ def check_quantization_config(config: Mapping[str, Any], module: str = "") -> in
     for pattern in _names(config, "ignore"):
         if module and _matches(pattern, module):
             raise _unsupported(f"ignore={pattern!r} leaves {module} unquantized")
-    _refuse_transforms(config, module)
+    refuse_transforms(config, module)
     layout_of_zeros = section(config, "sparsity_config").get("format")
     if layout_of_zeros not in (None, "dense"):
         raise _unsupported(f"sparsity_config.format={layout_of_zeros!r}, not 'dense'")
@@ -62,8 +62,16 @@ def check_quantization_config(config: Mapping[str, Any], module: str = "") -> in
     return int(group_size)
 
 
-def _refuse_transforms(config: Mapping[str, Any], module: str) -> None:
-    """Refuse rotations of a module's activations; those of weights are in the weights already."""
+def refuse_transforms(config: Mapping[str, Any], module: str) -> None:
+    """Refuse rotations of a module's activations; those of weights are in the weights already.
+
+    Args:
+        config: A `quantization_config`; only its `transform_config` is looked at.
+        module: Name of a linear layer.
+
+    Raises:
+        UnsupportedError: The model has to rotate what the module takes or gives.
+    """
     schemes = section(section(config, "transform_config"), "config_groups")
     for name in schemes:
         for applied in section(schemes, name).get("apply") or []:

@@ -25,10 +25,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     ScaleDesc,
 )
 
+from chord.errors import UnsupportedError
 from chord.integrations.vllm import experts
 from chord.plan.config import MAX_SEGMENTS
 from chord.weights.layout import GROUP_SIZE, reject_shape
 from chord.weights.pack import PER_CHANNEL, SUPPORTED_GROUPS
+from chord.weights.quantization import refuse_transforms
 
 if TYPE_CHECKING:
     from chord.integrations.vllm.method import ChordMoEMethod
@@ -72,7 +74,11 @@ def chord_method(
         scheme = _scheme(config, layer, prefix)
         if scheme is None:
             return None  # the checkpoint leaves these experts unquantized
-        reason = _decline_user(config, layer) or decline(scheme, layer)
+        reason = (
+            _decline_user(config, layer)
+            or decline(scheme, layer)
+            or _decline_rotations(config, _modules(layer, prefix))
+        )
     name = re.sub(r"\d+", "*", prefix)
     if scheme is None or reason is not None:
         if asked_by_name and layer.moe_config.moe_backend in TAKEN_BACKENDS:
@@ -112,14 +118,32 @@ def _scheme(
 ) -> dict[str, Any] | None:
     """Return the checkpoint's scheme of an expert layer, None if it is unquantized."""
     config._add_fused_moe_to_target_scheme_map()
-    names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-    schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name]
+    schemes = [config.get_scheme_dict(layer, name) for name in _modules(layer, prefix)]
     if any(scheme != schemes[0] for scheme in schemes):
         raise ValueError(
             f"{prefix}: the checkpoint quantizes gate, up and down projections in different ways "
             f"({schemes}); vLLM and Chord need one scheme for all three"
         )
     return schemes[0]
+
+
+def _modules(layer: RoutedExperts, prefix: str) -> list[str]:
+    """Return the names of the first expert's projections, as the checkpoint's config knows them."""
+    names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    return [f"{prefix}.0.{name}" for name in names if name]
+
+
+def _decline_rotations(config: CompressedTensorsConfig, modules: list[str]) -> str | None:
+    """Say that the experts' activations would have to be rotated."""
+    if config.transform_config is None:
+        return None
+    stated = {"transform_config": config.transform_config.model_dump(mode="json")}
+    try:
+        for module in modules:
+            refuse_transforms(stated, module)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _decline_user(config: CompressedTensorsConfig, layer: RoutedExperts) -> str | None:
