@@ -56,7 +56,8 @@ VARIABLES = (
 def cache_dir() -> Path | None:
     """Return the folder for compiled kernels, or None where the environment offers no place.
 
-    CHORD_CACHE_DIR is taken as it stands (a leading ~ is expanded). Otherwise the folder is
+    CHORD_CACHE_DIR is taken as it stands (a leading ~ is expanded, and a relative path counts from
+    the current folder). Otherwise the folder is
     `chord` under XDG_CACHE_HOME or under ~/.cache. Containers often run with HOME unset, `/` or
     a folder that is not there: none of these may become `/.cache`, so they give None.
     The folder itself need not exist yet.
@@ -67,7 +68,7 @@ def cache_dir() -> Path | None:
     named = os.environ.get("CHORD_CACHE_DIR", "")
     if named:
         try:
-            return Path(named).expanduser()
+            return Path(named).expanduser().absolute()  # so that what is printed names one place
         except RuntimeError:
             raise InputError(
                 f"CHORD_CACHE_DIR={named!r} begins with a ~ that stands for no home here; name the "

@@ -28,6 +28,9 @@ def test_home_is_the_last_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_tilde_and_empty_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHORD_CACHE_DIR", "~/kernels")
     assert env.cache_dir() == tmp_path / "kernels"
+    monkeypatch.setenv("CHORD_CACHE_DIR", "kernels")
+    monkeypatch.chdir(tmp_path)
+    assert env.cache_dir() == tmp_path / "kernels"
     monkeypatch.setenv("CHORD_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG rules say: ignore it
     assert env.cache_dir() == tmp_path / ".cache" / "chord"
