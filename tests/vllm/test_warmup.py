@@ -157,6 +157,23 @@ def test_the_background_compiles_all_once_and_is_waited_for(
     assert set(compiled) == wanted and len(compiled) == len(wanted)
 
 
+@pytest.mark.usefixtures("h200", "nothing_begun")
+def test_an_error_of_any_kind_in_the_background_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full disk, a broken library: every thread meets it at its first kernel."""
+
+    def broken(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(cache, "cubin_for", broken)
+    warmup.begin(ChordExperts.addressings, 0)
+    assert all(done.wait(30) for done in warmup._begun.values())
+    key = kernel_key(shipped_configs("sm_90a")[0], "RoutedDown", 0)
+    with pytest.raises(OSError, match="no space left"):
+        warmup.load_kernels([key])
+
+
 @pytest.mark.usefixtures("platform")
 def test_layers_begin_with_the_kernels_of_their_format(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []

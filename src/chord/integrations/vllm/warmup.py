@@ -12,6 +12,7 @@ lost while it sleeps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import queue
@@ -22,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from chord import device as devices
-from chord.errors import ChordError
 from chord.jit import cache, launch
 from chord.jit.launch import KernelKey, kernel_key
 from chord.plan.config import shipped_configs
@@ -55,6 +55,7 @@ def begin(addressings: Iterable[str], index: int) -> None:
         addressings: How the layer's kernels find rows.
         index: The device.
     """
+    importlib.import_module("cuda.core")  # which is not made to be imported by several threads
     arch = devices.facts_of(index).arch
     waiting: queue.SimpleQueue[tuple[KernelKey, threading.Event]] = queue.SimpleQueue()
     with _begun_lock:
@@ -67,7 +68,6 @@ def begin(addressings: Iterable[str], index: int) -> None:
                     waiting.put((key, _begun[key]))
     if waiting.empty():
         return
-    importlib.import_module("cuda.core")  # which is not made to be imported by several threads
 
     def work() -> None:
         while True:
@@ -75,12 +75,10 @@ def begin(addressings: Iterable[str], index: int) -> None:
                 key, done = waiting.get_nowait()
             except queue.Empty:
                 return
-            try:
+            # Any error, not Chord's own alone: if all threads end, `load_kernels` waits for ever.
+            with contextlib.suppress(Exception):
                 _compile(key)
-            except ChordError:
-                pass
-            finally:
-                done.set()
+            done.set()
 
     for number in range(min(waiting.qsize(), os.cpu_count() or 1)):
         threading.Thread(target=work, name=f"chord-compile-{number}", daemon=True).start()
@@ -96,9 +94,7 @@ def load_kernels(keys: Iterable[KernelKey]) -> None:
     if not distinct:
         return
     importlib.import_module("cuda.core")  # which is not made to be imported by several threads
-    for done in tuple(
-        _begun.values()
-    ):  # all: what follows may fork, and no thread should be at work
+    for done in tuple(_begun.values()):  # all: what follows may fork with no thread at work
         done.wait()
     with ThreadPoolExecutor(min(len(distinct), os.cpu_count() or 1)) as pool:
         list(pool.map(_compile, distinct))  # list: raise what a thread raised
