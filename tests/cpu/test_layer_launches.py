@@ -1,0 +1,128 @@
+"""What chord.fused_moe hands to its four kernels on a GPU: addresses, part by part.
+
+Tensors that say they are on CUDA, and launchers that note their parameters, stand in for the card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import chord
+from chord import device as devices
+from chord.jit import launch as launching
+from chord.jit.params import COMBINE, ROUTE
+from chord.ops import layer
+
+E, HIDDEN, MIDDLE, TOP_K, TOKENS = 6, 128, 64, 2, 10
+BF16 = torch.bfloat16
+
+
+class OnCard(torch.Tensor):
+    """A CPU tensor that says it is on CUDA."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_device(self) -> int:
+        return 0
+
+
+def on_card(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(OnCard)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """Note the parameters of every launch, by the kernel's name."""
+    noted: list[tuple[str, tuple[Any, ...]]] = []
+
+    def noting(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            launch=lambda stream, *rest: noted.append((name, rest[-1])),
+            scratch_pointers=lambda stream: (1, 2),
+        )
+
+    facts = SimpleNamespace(**vars(devices.known("h200")))
+    monkeypatch.setattr(devices, "facts_of", lambda index: facts)
+    names = {ROUTE: "route", COMBINE: "combine"}
+    monkeypatch.setattr(layer, "fixed_launcher", lambda kernel, index: noting(names[kernel]))
+    monkeypatch.setattr(launching, "launcher", lambda key: noting(key.addressing))
+    monkeypatch.setattr(launching, "map_of_rows", lambda key, address, rows, k: (address, rows, k))
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "current_stream", lambda index: 5)
+    monkeypatch.setattr(layer, "_calls", {})
+    return noted
+
+
+@pytest.fixture
+def call() -> dict[str, Any]:
+    w13 = cases.random_weights(E, 2 * MIDDLE, HIDDEN).pack(interleave_gate_up=True)
+    w2 = cases.random_weights(E, HIDDEN, MIDDLE).pack()
+    size = chord.fused_moe_workspace(TOKENS, w13, w2, TOP_K)
+    return {
+        "hidden": on_card(torch.zeros(TOKENS, HIDDEN, dtype=BF16)),
+        "w13": replace(w13, data=on_card(w13.data)),
+        "w2": replace(w2, data=on_card(w2.data)),
+        "topk_weights": on_card(torch.zeros(TOKENS, TOP_K, dtype=torch.float16)),
+        "topk_ids": on_card(torch.zeros(TOKENS, TOP_K, dtype=torch.int64)),
+        "expert_map": on_card(torch.arange(E)),
+        "out": on_card(torch.zeros(TOKENS, HIDDEN, dtype=BF16)),
+        "workspace": on_card(torch.zeros(size, dtype=torch.uint8)),
+    }
+
+
+@pytest.mark.parametrize("routes_at_once", [layer.MAX_ROUTES, 8])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_every_part_gets_its_own_tokens(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    routes_at_once: int,
+    on_input: bool,
+) -> None:
+    monkeypatch.setattr(layer, "MAX_ROUTES", routes_at_once)
+    for _ in range(2):  # the second time from what is remembered
+        chord.fused_moe(**call, apply_router_weight_on_input=on_input)
+    parts = [(0, 10)] if routes_at_once > 8 else [(0, 4), (4, 8), (8, 10)]
+    names = ["route", "RoutedGateUp", "RoutedDown", "combine"]
+    assert [name for name, _ in launched] == names * len(parts) * 2
+    at = {name: value.data.data_ptr() for name, value in call.items()}
+    space = layer.space_for(TOKENS, TOP_K, E, HIDDEN, MIDDLE)
+    middle, rows = at["workspace"] + space.middle, at["workspace"] + space.rows
+    for number, (first, last) in enumerate(parts):
+        route, gate_up, down, combine = (values for _, values in launched[4 * number :][:4])
+        assert route[:2] == (at["topk_ids"] + 8 * TOP_K * first, at["expert_map"])
+        assert route[9] == (last - first) * TOP_K
+        assert gate_up[:3] == (at["hidden"] + 2 * HIDDEN * first, at["w13"], middle)
+        assert down[:3] == (middle, at["w2"], rows)
+        weights = at["topk_weights"] + 2 * TOP_K * first
+        assert gate_up[11] == (weights if on_input else 0)
+        assert combine[:3] == (rows, at["workspace"] + space.positions, 0 if on_input else weights)
+        assert combine[4] == at["out"] + 2 * HIDDEN * first
+    assert launched[: 4 * len(parts)] == launched[4 * len(parts) :]
+
+
+def test_what_lies_in_the_way_is_seen_in_a_warm_call_too(
+    launched: list[tuple[str, tuple[Any, ...]]], call: dict[str, Any]
+) -> None:
+    chord.fused_moe(**call)
+    out = on_card(call["w2"].data.as_subclass(torch.Tensor).view(-1)[: call["out"].nbytes])
+    weights = on_card(call["out"].view(-1)[: TOKENS * TOP_K].view(torch.float16).view(TOKENS, -1))
+    for change, words in (
+        ({"out": on_card(out.view(BF16).view(TOKENS, HIDDEN))}, "out .* overlaps w2 in memory"),
+        ({"topk_weights": weights}, "out .* overlaps topk_weights in memory"),
+        ({"workspace": on_card(call["w13"].data.view(-1))}, "workspace, .* overlaps w13 in memory"),
+    ):
+        with pytest.raises(chord.InputError, match=words):
+            chord.fused_moe(**call | change)
+    assert len(launched) == 4
