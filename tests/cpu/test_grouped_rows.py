@@ -293,6 +293,17 @@ def test_masked_launches_with_its_hint(
     ]
 
 
+def test_a_hint_of_another_package_becomes_a_number(
+    slots: dict[str, Any], launched: list[Any]
+) -> None:
+    """What is planned is remembered by the problem: a tensor in it would be new every time."""
+    call = on_card(slots | {"out": cases.poisoned(E * MAX_M, N).view(E, MAX_M, N)})
+    for hint in (np.int64(2), torch.tensor(2)):
+        chord.masked(**call, expected=hint)
+        assert type(launched[-1][0].expected_rows) is int
+    assert launched[0] == launched[1]
+
+
 def test_scattered_rows_of_an_expert_are_counted(
     experts: chord.PackedExperts, launched: list[Any]
 ) -> None:

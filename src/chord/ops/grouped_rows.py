@@ -163,8 +163,10 @@ def masked(
         )
     checks.check_table("tokens_per_expert", tokens_per_expert, x, (torch.int32,))
     _check_length("tokens_per_expert", tokens_per_expert, num_experts, "a count for each expert")
-    if expected is not None and whole_number("expected", expected) < 0:
-        raise InputError(f"expected={expected} must not be negative; leave it out")
+    if expected is not None:
+        expected = whole_number("expected", expected)
+        if expected < 0:
+            raise InputError(f"expected={expected} must not be negative; leave it out")
     shape = (num_experts, max_rows, experts.n)
     out = _prepare_out(x, out, shape, "a row for each slot of x")
     read = {"tokens_per_expert": tokens_per_expert, "experts": experts.data}
