@@ -295,6 +295,50 @@ def test_grouped_masked() -> None:
     assert (out[1] == 7).all() and (out[2, 3:] == 7).all()
 
 
+def test_what_is_missing_or_unknown_is_named() -> None:
+    from humming.config import LayerConfig
+    from humming.forward import humming_forward, may_process_input
+    from humming.schema import HummingInputSchema, HummingWeightSchema
+    from humming.transform import prepare_and_transform_humming_tensors
+    from humming.tune import get_heuristics_config
+
+    from humming import dtypes
+
+    config = LayerConfig(64, 64, 2)
+    packed = chord.pack_experts(
+        torch.zeros(2, 64, 8, dtype=torch.int32), torch.ones(2, 64, 2).bfloat16()
+    )
+    x = torch.zeros(2, 64).bfloat16()
+    for kind, name in (("indexed", "sorted_ids"), ("grouped_contiguous", "expert_layout")):
+        with pytest.raises(chord.InputError, match=f"{name} is missing: .* rows come with"):
+            humming_forward(
+                config,
+                x,
+                packed.data,
+                outputs=x.clone(),
+                compute_config=f'{{"gemm_type": "{kind}"}}',
+            )
+    with pytest.raises(chord.UnsupportedError, match="the GEMM type 'ragged'"):
+        humming_forward(
+            config, x, packed.data, outputs=x.clone(), compute_config='{"gemm_type": "ragged"}'
+        )
+    with pytest.raises(chord.UnsupportedError, match="the GEMM type 'ragged'"):
+        get_heuristics_config(config, gemm_type="ragged")
+    with pytest.raises(chord.InputError, match="scatter_idx is missing"):
+        may_process_input(config, x, x.clone(), layout="scatter")
+    with pytest.raises(chord.InputError, match=r"weight_scale is missing: .* got weight"):
+        prepare_and_transform_humming_tensors(
+            {"weight": packed.data},
+            64,
+            64,
+            HummingWeightSchema(weight_scale_group_size=32),
+            HummingInputSchema(),
+            num_experts=2,
+        )
+    with pytest.raises(chord.InputError, match="number type 'nibble' is not known"):
+        dtypes.DataType.from_str("nibble")
+
+
 def test_tables_are_json_and_cover_all_rows() -> None:
     import json
 

@@ -171,6 +171,15 @@ def test_asked_by_name_it_raises(
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", [0.0, -1.0])
+def test_a_limit_that_is_none_is_left(platform: Any, monkeypatch: Any, limit: float) -> None:
+    """At load, not at the first forward."""
+    kind = type(make_layer(None, moe_config()))
+    monkeypatch.setattr(kind, "swiglu_limit", limit, raising=False)
+    with pytest.raises(ValueError, match=rf"swiglu_limit={limit}, Chord takes a positive one"):
+        layer_method(ChordConfig, moe_config())
+
+
 def test_stock_serves_what_chord_declines(platform: Any) -> None:
     """The layer that Chord leaves is vLLM's own, whole: here Marlin's, asked for by flag."""
     layer = make_layer(config_of(ChordCompressedTensorsConfig), moe_config(moe_backend="marlin"))

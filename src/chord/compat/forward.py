@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chord.compat.config import GemmType, LayerConfig
-from chord.compat.refusals import refuse
+from chord.compat.refusals import refuse, required
 from chord.compat.schema import HummingWeightSchema, Tensors
 from chord.ops.grouped_gemm import indexed
 from chord.ops.grouped_rows import contiguous, masked
@@ -69,9 +69,10 @@ def prepare_and_transform_humming_tensors(
         refuse(f"activations of {torch_dtype}")
     if not isinstance(weight_schema, HummingWeightSchema):
         refuse(f"weights of {type(weight_schema).__name__}")
+    why = f"W4A16 experts have weight and weight_scale, got {', '.join(tensors) or 'nothing'}"
     experts = pack_experts(
-        tensors["weight"],
-        tensors["weight_scale"],
+        required("weight", tensors.get("weight"), why),
+        required("weight_scale", tensors.get("weight_scale"), why),
         group_size=weight_schema.weight_scale_group_size or PER_CHANNEL,
     )
     if (experts.num_experts, experts.n, experts.k) != (num_experts, shape_n, shape_k):
@@ -99,7 +100,7 @@ def get_heuristics_config(
         refuse("accumulating in FP16 (VLLM_HUMMING_USE_F16_ACCUM)")
     if use_batch_invariant:
         refuse("a result that does not depend on the batch (VLLM_BATCH_INVARIANT)")
-    if GemmType(gemm_type) is GemmType.DENSE:
+    if _gemm_named(gemm_type) is GemmType.DENSE:
         refuse("a dense layer")
     return [
         [low, high, {"block_shape": [rows, layer_config.shape_n, layer_config.shape_k]}]
@@ -147,11 +148,12 @@ def may_process_input(
         formula = "".join((activation_impl or "").split())
         if activation_type != "binary_split" or formula != _SILU:
             refuse(f"the activation {activation_type} {activation_impl!r}")
-        assert outputs is not None, "an activation writes its result somewhere"
+        outputs = required("outputs", outputs, "an activation writes its result there")
         _swiglu(inputs, outputs)
         return outputs, None, None
     if layout == "scatter":
-        assert outputs is not None and scatter_idx is not None, "a scatter has places to write to"
+        outputs = required("outputs", outputs, "a scatter writes its rows there")
+        scatter_idx = required("scatter_idx", scatter_idx, "a scatter takes its places from there")
         # Places of routes that are not served here lie behind all others, where nobody reads.
         for slot in range(scatter_idx.shape[1]):
             outputs.index_copy_(0, scatter_idx[:, slot].long(), inputs)
@@ -206,21 +208,21 @@ def humming_forward(
         compute_config if isinstance(compute_config, str) else json.dumps(compute_config)
     )
     if gemm is GemmType.INDEXED:
-        assert sorted_ids is not None, "indexed rows have sorted ids"
-        assert expert_ids is not None, "indexed rows have expert ids"
-        assert num_tokens_padded is not None, "indexed rows have a count"
+        why = "indexed rows come with sorted_ids, expert_ids and num_tokens_padded"
         return indexed(
             inputs,
             experts,
-            sorted_ids,
-            expert_ids,
-            num_tokens_padded,
+            required("sorted_ids", sorted_ids, why),
+            required("expert_ids", expert_ids, why),
+            required("num_tokens_padded", num_tokens_padded, why),
             top_k,
             block_m=_block_rows(valid_shape_m),
             out=outputs,
             validate=False,
         )
-    assert expert_layout is not None, "grouped rows have offsets or counts"
+    expert_layout = required(
+        "expert_layout", expert_layout, "grouped rows come with offsets or counts of the experts"
+    )
     if gemm is GemmType.GROUPED_CONTIGUOUS:
         return contiguous(inputs, experts, expert_layout, outputs, validate=False)
     slots = (experts.num_experts, -1)
@@ -254,10 +256,17 @@ def _block_rows(rows: int) -> int:
 @functools.cache
 def _gemm_type(compute_config: str) -> GemmType:
     described = json.loads(compute_config)
-    gemm = GemmType(described.get("gemm_type", "dense"))
+    gemm = _gemm_named(described.get("gemm_type", "dense"))
     if gemm is GemmType.DENSE or described.get("use_f16_accum"):
         refuse(f"a GEMM with {compute_config}")
     return gemm
+
+
+def _gemm_named(name: GemmType | str) -> GemmType:
+    try:
+        return GemmType(name)
+    except ValueError:
+        refuse(f"the GEMM type {name!r}")
 
 
 def _experts_of(weight: torch.Tensor, config: LayerConfig) -> PackedExperts:

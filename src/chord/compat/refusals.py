@@ -6,9 +6,11 @@ so a refusal has to say which flag makes the engine choose otherwise.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from chord.errors import UnsupportedError
+from chord.errors import InputError, UnsupportedError
+
+_T = TypeVar("_T")
 
 WAY_OUT = (
     "`humming` is Chord's here, because humming-kernels is not installed: it serves W4A16 experts "
@@ -23,6 +25,17 @@ WAY_OUT = (
 def refuse(what: str) -> NoReturn:
     """Say what is not done, and what to do instead."""
     raise UnsupportedError(f"{what} is not what Chord does; {WAY_OUT}")
+
+
+def required(name: str, value: _T | None, why: str) -> _T:
+    """Return an operand that a call cannot do without.
+
+    Raises:
+        InputError: It is None.
+    """
+    if value is None:
+        raise InputError(f"{name} is missing: {why}")
+    return value
 
 
 def refusing_function(name: str) -> Any:

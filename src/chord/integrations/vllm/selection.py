@@ -200,6 +200,9 @@ def _decline_layer(layer: RoutedExperts) -> str | None:
             value = getattr(holder, name, None)
             if value is not None:
                 return f"{name}={value}, which vLLM's silu has not"
+    limit = getattr(layer, "swiglu_limit", None)
+    if limit is not None and not limit > 0:
+        return f"swiglu_limit={limit}, Chord takes a positive one or none"
     if moe.moe_parallel_config.enable_eplb:
         return "expert load balancing (EPLB) moves experts while serving"
     return None
