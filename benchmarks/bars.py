@@ -79,6 +79,8 @@ LAYER_OF_PARTS = 1.08
 # Prefill has to be this much faster than humming, unless humming itself is this near the floor.
 _AHEAD, _NEAR = 1.1, 1.1
 _PREFILL = ("ep8_prefill", "tp8")
+# Series whose way to say which rows an expert has humming does not know.
+_NOT_IN_HUMMING = ("contiguous, m_indices",)
 
 
 def misses(suite: str, row: Row) -> Iterator[str]:
@@ -95,6 +97,8 @@ def misses(suite: str, row: Row) -> Iterator[str]:
         wanted = _AHEAD if suite in _PREFILL else 1.0
         if not excused and humming.us < wanted * us:
             yield f"{humming.us / us:.2f} x faster than humming, bar {wanted:.2f}"
+    elif row.series not in _NOT_IN_HUMMING and not suite.endswith("sweep"):
+        yield "not measured beside humming"
     published = PUBLISHED_US.get((row.series, row.projection), {}).get(row.tokens)
     if suite == "grouped" and published is not None and us >= published:
         yield f"{us:.0f} us, published elsewhere {published:.0f}"
@@ -103,7 +107,9 @@ def misses(suite: str, row: Row) -> Iterator[str]:
 def _layer_misses(row: Row, us: float) -> Iterator[str]:
     humming = row.entries.get("humming")
     wanted = LAYER_AHEAD[row.series]
-    if humming and humming.us < wanted * us:
+    if humming is None:
+        yield "not measured beside humming"
+    elif humming.us < wanted * us:
         yield f"{humming.us / us:.2f} x faster than humming, bar {wanted:.2f}"
     others = ("chord", "humming")
     parts = sum(entry.us for name, entry in row.entries.items() if name not in others)

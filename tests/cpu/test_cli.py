@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -248,6 +249,30 @@ def test_bench_refuses_what_matches_nothing_before_it_looks_for_a_card() -> None
     assert "no case of tp8 has --projection gate and --count any; projections are gate_up" in text
     text = run("bench", "-s", "layer", "--count", "7", "--count", "9", fails=InputError)
     assert "no case of layer has --projection any and --count 7 or 9" in text
+
+
+def test_bench_fails_where_a_peer_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is written, but not as if the peer had been left out on purpose."""
+    _, made = next(records.load_all(Path(__file__).parents[2] / "benchmarks" / "records"))
+    words = ["humming: UnsupportedError: no configuration"]
+
+    def run_suite(*_: object, on_fault: Callable[[str], None], **__: object) -> records.Record:
+        for fault in words:
+            on_fault(fault)
+        return made
+
+    monkeypatch.setattr("chord.bench.run.run_suite", run_suite)
+    monkeypatch.setattr(machine, "card", lambda: "NVIDIA H200")
+    monkeypatch.setattr(machine, "memory_model", lambda card: None)
+    arguments = ["bench", "-s", "ep8_decode", "--peer", "humming", "--records", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    words.append("humming: RuntimeError: launch failed [code]")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "1 times a peer failed, at last: humming: RuntimeError: launch failed [code]" in (
+        result.output + result.stderr
+    )
+    assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,8 +271,11 @@ def test_bars_are_missed_in_words() -> None:
     assert list(module.misses("tp8", behind)) == []  # humming is within 1.1 x floor
     masked = dataclasses.replace(row, tokens=8, series="masked", floor_us=230.0)
     entries = {"chord": records.Entry(250.0, 1.0, 1.0, 1e-3, "")}
-    (words,) = module.misses("grouped", dataclasses.replace(masked, entries=entries))
-    assert words == "250 us, published elsewhere 249"
+    alone = dataclasses.replace(masked, entries=entries)
+    published = "250 us, published elsewhere 249"
+    assert list(module.misses("grouped", alone)) == ["not measured beside humming", published]
+    indices = dataclasses.replace(alone, series="contiguous, m_indices")  # which humming has not
+    assert list(module.misses("grouped", indices)) == []
 
 
 def test_the_check_of_documents_can_fail(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chord.cli.console import console, progress
+from chord.cli.console import console, errors, progress
 
 if TYPE_CHECKING:
     from chord.bench.records import Record, Row
@@ -48,7 +48,6 @@ def bench(
     """Measure the suites on this GPU beside floors of the same run, and check every output row."""
     from chord.bench import chart, machine
     from chord.bench import records as records_module
-    from chord.bench.cliffs import find_cliffs, is_sweep
     from chord.bench.peers import check_peer
     from chord.bench.scenarios import LAYER, SUITES, suite_named
     from chord.errors import InputError
@@ -78,20 +77,32 @@ def bench(
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     console.print(f"{card}, {versions}, kernels {machine.kernel_digest()[:12]}")
     console.print(f"cold L2: {FLUSH_BYTES >> 20} MiB written before each timed call\n")
+    broken: list[str] = []
     for one in chosen.values():
         console.print(summary(one, len(peers)), soft_wrap=True)
         started = time.perf_counter()
-        record = _measure(one, peers, block_m, only)
+        faults: list[str] = []
+        record = _measure(one, peers, block_m, only, faults)
         console.print(f"took {time.perf_counter() - started:.0f} s")
-        if is_sweep(record):
-            cliffs = find_cliffs(record)
-            for cliff in cliffs:
-                console.print(cliff.describe(), soft_wrap=True)
-            console.print(f"{len(cliffs)} falls and leaps over {len(record.rows)} rows")
+        _tell_cliffs(record)
         if not (dry or projection or count):
             path = records_module.save(record, records)
             picture = chart.draw(record, path.with_suffix(".png"))
             console.print(f"wrote {path} and {picture.name}\n", soft_wrap=True)
+        broken += [words for words in faults if "UnsupportedError" not in words]
+    if broken:  # a peer that lacks a case is its own affair; one that breaks makes a record a torso
+        errors.print(f"{len(broken)} times a peer failed, at last: {broken[-1]}", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _tell_cliffs(record: Record) -> None:
+    from chord.bench.cliffs import find_cliffs, is_sweep
+
+    if is_sweep(record):
+        cliffs = find_cliffs(record)
+        for cliff in cliffs:
+            console.print(cliff.describe(), soft_wrap=True)
+        console.print(f"{len(cliffs)} falls and leaps over {len(record.rows)} rows")
 
 
 def _cases(suite: Suite | None) -> list[Case]:
@@ -105,7 +116,11 @@ def _cases(suite: Suite | None) -> list[Case]:
 
 
 def _measure(
-    suite: Suite | None, peers: tuple[str, ...], block_m: int, only: Callable[[Case], bool]
+    suite: Suite | None,
+    peers: tuple[str, ...],
+    block_m: int,
+    only: Callable[[Case], bool],
+    faults: list[str],
 ) -> Record:
     from chord.bench.layer import layer_cases, run_layer
     from chord.bench.run import run_suite
@@ -119,12 +134,16 @@ def _measure(
             bar.console.print(line(name, row), soft_wrap=True)
             bar.advance(task)
 
+        def leave_out(words: str) -> None:
+            faults.append(words)
+            bar.console.print(f"left out: {words}", soft_wrap=True)
+
         options: dict[str, Any] = {
             "peers": peers,
             "only": only,
             "on_row": show,
             "on_step": lambda step: bar.update(task, description=f"{name} {step}"),
-            "on_fault": lambda words: bar.console.print(f"left out: {words}", soft_wrap=True),
+            "on_fault": leave_out,
         }
         if suite is None:
             return run_layer(**options)
