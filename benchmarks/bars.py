@@ -92,25 +92,26 @@ def misses(suite: str, row: Row) -> Iterator[str]:
     for bar in BARS:
         if bar.covers(suite, row) and us > bar.floors * row.floor_us:
             yield f"bar {bar.floors:.2f}"
-    if humming := row.entries.get("humming"):
-        excused = suite in _PREFILL and humming.us <= _NEAR * row.floor_us
-        wanted = _AHEAD if suite in _PREFILL else 1.0
-        if not excused and humming.us < wanted * us:
-            yield f"{humming.us / us:.2f} x faster than humming, bar {wanted:.2f}"
-    elif row.series not in _NOT_IN_HUMMING and not suite.endswith("sweep"):
-        yield "not measured beside humming"
+    may_lack = row.series in _NOT_IN_HUMMING or suite.endswith("sweep")
+    if "humming" in row.entries or not may_lack:
+        near = _NEAR * row.floor_us if suite in _PREFILL else 0.0
+        yield from _behind_humming(row, _AHEAD if suite in _PREFILL else 1.0, near)
     published = PUBLISHED_US.get((row.series, row.projection), {}).get(row.tokens)
     if suite == "grouped" and published is not None and us >= published:
         yield f"{us:.0f} us, published elsewhere {published:.0f}"
 
 
-def _layer_misses(row: Row, us: float) -> Iterator[str]:
-    humming = row.entries.get("humming")
-    wanted = LAYER_AHEAD[row.series]
+def _behind_humming(row: Row, wanted: float, excused_us: float = 0.0) -> Iterator[str]:
+    """Yield a miss if a row is not `wanted` times faster than a humming above `excused_us`."""
+    humming, us = row.entries.get("humming"), row.entries["chord"].us
     if humming is None:
         yield "not measured beside humming"
-    elif humming.us < wanted * us:
+    elif humming.us > excused_us and humming.us < wanted * us:
         yield f"{humming.us / us:.2f} x faster than humming, bar {wanted:.2f}"
+
+
+def _layer_misses(row: Row, us: float) -> Iterator[str]:
+    yield from _behind_humming(row, LAYER_AHEAD[row.series])
     others = ("chord", "humming")
     parts = sum(entry.us for name, entry in row.entries.items() if name not in others)
     if us > LAYER_OF_PARTS * parts:

@@ -19,6 +19,7 @@ from chord.jit.params import addressing_layout
 from chord.ops import grouped_rows
 from chord.plan.config import shipped_configs
 from chord.plan.problem import GemmProblem
+from on_card import OnCard
 
 E, N, K, R, MAX_M = 4, 64, 128, 12, 5
 BF16 = torch.bfloat16
@@ -212,20 +213,6 @@ def test_a_graph_of_torch_compile_ends_at_what_is_no_operator(
 
 
 # --- what a card would get ------------------------------------------------------------------------
-
-
-class OnCard(torch.Tensor):
-    """A CPU tensor that says it is on CUDA."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    is_cuda = True
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def get_device(self) -> int:
-        return 0
 
 
 def on_card(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -18,23 +18,10 @@ from chord import device as devices
 from chord.jit import launch as launching
 from chord.jit.params import COMBINE, ROUTE
 from chord.ops import layer
+from on_card import OnCard
 
 E, HIDDEN, MIDDLE, TOP_K, TOKENS = 6, 128, 64, 2, 10
 BF16 = torch.bfloat16
-
-
-class OnCard(torch.Tensor):
-    """A CPU tensor that says it is on CUDA."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    is_cuda = True
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def get_device(self) -> int:
-        return 0
 
 
 def on_card(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import scratch
 import torch
 
 import chord
 from cases import exact_x, expected_rows, poisoned, random_weights, topk_ids
 from chord.errors import CaptureError
 from chord.jit import launch
-from chord.plan.config import NO_SUM
 
 pytestmark = pytest.mark.gpu
 
@@ -213,9 +213,7 @@ def test_scratch_is_clean_between_launches(experts, weights) -> None:
         step.route(ids)
         step.run()
     torch.cuda.synchronize()
-    for scratch in launch._scratch.values():
-        assert not scratch.counters.any()
-        assert scratch.partial.view(torch.int32).eq(NO_SUM).all()
+    scratch.assert_clean()
 
 
 def test_threads_launch_side_by_side(experts, weights) -> None:

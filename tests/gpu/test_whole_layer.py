@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import scratch
 import torch
 from moe import Operands, call, expected, operands, workspace
 
@@ -16,7 +17,7 @@ import tolerance
 from chord.errors import CaptureError
 from chord.jit import fixed, launch
 from chord.ops import layer
-from chord.plan.config import NO_SUM, Config, shipped_configs
+from chord.plan.config import Config, shipped_configs
 
 pytestmark = pytest.mark.gpu
 
@@ -328,10 +329,7 @@ def test_two_streams_do_not_meet() -> None:
     torch.cuda.synchronize()
     for out, want in zip(outs, wanted, strict=True):
         assert torch.equal(out, want)
-    assert all(not scratch.counters.any() for scratch in launch._scratch.values())
-    assert all(
-        scratch.partial.view(torch.int32).eq(NO_SUM).all() for scratch in launch._scratch.values()
-    )
+    scratch.assert_clean()
 
 
 def test_nothing_is_allocated_with_out_and_workspace() -> None:

@@ -77,11 +77,10 @@ def bench(
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     console.print(f"{card}, {versions}, kernels {machine.kernel_digest()[:12]}")
     console.print(f"cold L2: {FLUSH_BYTES >> 20} MiB written before each timed call\n")
-    broken: list[str] = []
+    faults: list[str] = []
     for one in chosen.values():
         console.print(summary(one, len(peers)), soft_wrap=True)
         started = time.perf_counter()
-        faults: list[str] = []
         record = _measure(one, peers, block_m, only, faults)
         console.print(f"took {time.perf_counter() - started:.0f} s")
         _tell_cliffs(record)
@@ -89,7 +88,7 @@ def bench(
             path = records_module.save(record, records)
             picture = chart.draw(record, path.with_suffix(".png"))
             console.print(f"wrote {path} and {picture.name}\n", soft_wrap=True)
-        broken += [words for words in faults if "UnsupportedError" not in words]
+    broken = [words for words in faults if "UnsupportedError" not in words]
     if broken:  # a peer that lacks a case is its own affair; one that breaks makes a record a torso
         errors.print(f"{len(broken)} times a peer failed, at last: {broken[-1]}", soft_wrap=True)
         raise typer.Exit(1)

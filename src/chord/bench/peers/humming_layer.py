@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -44,7 +44,7 @@ class HummingLayer:
         self._gate_up, self._down = Humming(w13, gate_up), Humming(w2, down)
         self.version = self._gate_up.version
         self._num_experts = w13.num_experts
-        self._parts = _vllm_parts() or _ChordParts()
+        self._parts = _vllm_parts() or _chord_parts()
         self.choice = ""
 
     def prepare_call(
@@ -102,42 +102,34 @@ class HummingLayer:
         return call
 
 
-class _Parts(Protocol):
-    """What of the layer is not humming's."""
+@dataclass(frozen=True)
+class _Parts:
+    """What of the layer is not humming's.
+
+    Attributes:
+        whose: Whose it is, for the record.
+        align: From ids [T, k], experts and rows of a block to sorted routes, experts of the blocks
+            and the number of padded routes.
+        weighted_sum: From rows [T * k, H], weights and ids [T, k] into out [T, H].
+    """
 
     whose: str
+    align: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    weighted_sum: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+def _chord_parts() -> _Parts:
+    """Return Chord's kernels of the same purpose."""
 
     def align(
-        self, topk_ids: torch.Tensor, num_experts: int, block_m: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return sorted routes, experts of the blocks, and the number of padded routes."""
-
-    def weighted_sum(
-        self,
-        rows: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Sum the rows of each token, [T * k, H], into out, [T, H], and return it."""
-
-
-class _ChordParts:
-    whose = "Chord's"
-
-    def align(
-        self, topk_ids: torch.Tensor, num_experts: int, block_m: int
+        topk_ids: torch.Tensor, num_experts: int, block_m: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         aligned = chord.align(topk_ids, num_experts=num_experts, block_m=block_m)
         return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
 
     def weighted_sum(
-        self,
-        rows: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
+        rows: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> object:
         index = out.get_device()
         num_tokens, n = out.shape
         fixed_launcher(COMBINE, index).launch(
@@ -155,6 +147,8 @@ class _ChordParts:
         )
         return out
 
+    return _Parts("Chord's", align, weighted_sum)
+
 
 @functools.cache
 def _positions(num_routes: int, index: int) -> torch.Tensor:
@@ -170,28 +164,12 @@ def _vllm_parts() -> _Parts | None:
         summing = importlib.import_module(f"{_VLLM_LAYER}.moe_fused_mul_sum")
     except ImportError:  # PackageNotFoundError is one
         return None
-
-    class VllmParts:
-        whose = f"vLLM {version}'s"
-
-        def align(
-            self, topk_ids: torch.Tensor, num_experts: int, block_m: int
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            made = aligning.moe_align_block_size(
-                topk_ids, block_m, num_experts, ignore_invalid_experts=True
-            )
-            return made[0], made[1], made[2]
-
-        def weighted_sum(
-            self,
-            rows: torch.Tensor,
-            topk_weights: torch.Tensor,
-            topk_ids: torch.Tensor,
-            out: torch.Tensor,
-        ) -> torch.Tensor:
-            summing.moe_fused_mul_sum(
-                rows.view(*topk_ids.shape, -1), topk_weights, outputs=out, topk_ids=topk_ids
-            )
-            return out
-
-    return VllmParts()
+    return _Parts(
+        f"vLLM {version}'s",
+        lambda ids, num_experts, block_m: aligning.moe_align_block_size(
+            ids, block_m, num_experts, ignore_invalid_experts=True
+        )[:3],
+        lambda rows, weights, ids, out: summing.moe_fused_mul_sum(
+            rows.view(*ids.shape, -1), weights, outputs=out, topk_ids=ids
+        ),
+    )
