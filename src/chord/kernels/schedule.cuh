@@ -2,7 +2,8 @@
 //
 // A segment is a longest run of items of one expert. Its rows are cut into the fewest tiles of at
 // most `max_rows`, all about equally long and a multiple of 8, so that 130 rows at a limit of 64
-// become 48 + 48 + 34 and not 64 + 64 + 2.
+// become 48 + 48 + 34 and not 64 + 64 + 2. Where blocks take tiles from a counter, segments with the
+// longest tiles come first (kLongestFirst): the last tiles, which some blocks wait for, are short.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
@@ -50,6 +51,22 @@ class SegmentTable {
     const SmemAddress word = base_ + 4 * (2 * kMaxSegments + segment);
     ptx::store_shared(word, ptx::load_shared(word) | tile);
   }
+  // A segment's entry without its first tile, to be put in another place.
+  struct Entry {
+    u32 row_begin;
+    u32 row_end;
+    u32 expert;
+  };
+  Entry entry(int segment) const {
+    return {ptx::load_shared(base_ + 4 * segment),
+            ptx::load_shared(base_ + 4 * (kMaxSegments + segment)),
+            ptx::load_shared(base_ + 4 * (2 * kMaxSegments + segment))};
+  }
+  void write_entry(int segment, const Entry& entry) {
+    ptx::store_shared(base_ + 4 * segment, entry.row_begin);
+    ptx::store_shared(base_ + 4 * (kMaxSegments + segment), entry.row_end);
+    ptx::store_shared(base_ + 4 * (2 * kMaxSegments + segment), entry.expert);
+  }
   int first_tile(int segment) const {
     return ptx::load_shared(base_ + 4 * (2 * kMaxSegments + segment)) & kTileMask;
   }
@@ -83,9 +100,47 @@ class SegmentTable {
   SmemAddress base_;
 };
 
+// Puts segments with longer tiles first, others in the order they have. All threads of the block
+// call it, between two synchronisations of the block. The tiles are not numbered yet: their place
+// in the table holds the length of a tile meanwhile.
+template <int kThreads>
+void sort_by_tile_rows(SegmentTable table, int num_segments, int max_rows) {
+  constexpr int kPerThread = ceil_div(kMaxSegments, kThreads);
+  SegmentTable::Entry entries[kPerThread];
+  int places[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int segment = ptx::thread_idx() + i * kThreads;
+    if (segment >= num_segments) break;
+    entries[i] = table.entry(segment);
+    const int rows = table.rows(segment);
+    table.write_first_tile(segment,
+                           round_up(ceil_div(rows, max_of(ceil_div(rows, max_rows), 1)), 8));
+  }
+  ptx::sync_block();
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int segment = ptx::thread_idx() + i * kThreads;
+    if (segment >= num_segments) break;
+    const int own = table.first_tile(segment);
+    places[i] = 0;
+#pragma unroll 4
+    for (int other = 0; other < num_segments; ++other) {
+      const int rows = table.first_tile(other);
+      places[i] += rows > own || (rows == own && other < segment);
+    }
+  }
+  ptx::sync_block();
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int segment = ptx::thread_idx() + i * kThreads;
+    if (segment < num_segments) table.write_entry(places[i], entries[i]);
+  }
+}
+
 // Fills the table. All threads of the block call it; it synchronises the block, so what was written
 // to shared memory before is visible after. `scratch`: kScheduleScratchBytes.
-template <int kThreads, class Addressing>
+template <int kThreads, bool kLongestFirst, class Addressing>
 void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddress scratch,
                     int max_rows) {
   constexpr int kWarps = kThreads / 32;
@@ -156,6 +211,10 @@ void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddres
     ends_before += ptx::count_bits(end_mask);
   });
   ptx::sync_block();
+  if constexpr (kLongestFirst) {
+    sort_by_tile_rows<kThreads>(table, num_segments, max_rows);
+    ptx::sync_block();
+  }
 
   // Number the tiles.
   if (warp == 0) {
