@@ -5,9 +5,11 @@
 // Ring       full[s]: 33 arrivals, lane 0 of the weight loader and the 32 lanes of x's loader (each
 //            releases the notes it wrote), + the bytes of weights and rows of x. empty[s]: one
 //            arrival a multiplying thread; each releases what it read.
-// Work       chunks of warps x warp_features features by block_k, numbered row tile > feature tile
+// Work       chunks of warps x warp_features features by block_k, numbered feature tile > row tile
 //            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
-//            wave. A tile that two or more blocks share is finished by the block that has its first
+//            wave, each gets wide and narrow tiles, and what shares weights lies side by side.
+//            With a short K, where finding rows would take longer than a tile, row tile > feature
+//            tile > K. A tile that two or more blocks share is finished by the block that has its first
 //            chunk; the others work on theirs first of all and leave partial sums in `partial`, so
 //            the finisher, which comes to it last of all, finds them. It adds them in the order of
 //            K: same bits every run.
@@ -56,6 +58,7 @@ class Decode {
 
   static constexpr int kRowTiles = kConfig.warp_features / kRowTileFeatures;
   static constexpr int kRowsPerLane = ceil_div(kConfig.max_tokens, 32);
+  static constexpr int kLongK = 4;  // chunks
   // Units of a stage whose code is written out one after another.
   static constexpr int kUnroll = kConfig.units() % 4 == 0 ? 4 : kConfig.units() % 3 == 0 ? 3 : 2;
 
@@ -131,14 +134,22 @@ class Decode {
     return chunks_per_block * block + min_of(block, longer_blocks);
   }
 
+  // Whether a block goes from row tile to row tile, and not through all features of one first.
+  bool rows_in_turn() const { return k_chunks() >= kLongK; }
+
   Cursor cursor_at(int chunk) const {
-    const int tile = chunk / k_chunks();
-    return {tile / feature_tiles(), tile % feature_tiles(), chunk % k_chunks()};
+    const int tile = chunk / k_chunks(), k_chunk = chunk % k_chunks();
+    if (rows_in_turn()) return {tile % table.num_tiles(), tile / table.num_tiles(), k_chunk};
+    return {tile / feature_tiles(), tile % feature_tiles(), k_chunk};
   }
 
-  // Moves on to the next feature tile; true when that begins another row tile.
+  // Moves on to the next tile; true when that is another row tile.
   bool next_tile(Cursor& at) const {
     at.k_chunk = 0;
+    if (rows_in_turn()) {
+      if (++at.row_tile == table.num_tiles()) at.row_tile = 0, ++at.feature_tile;
+      return true;
+    }
     if (++at.feature_tile < feature_tiles()) return false;
     at.feature_tile = 0;
     ++at.row_tile;
