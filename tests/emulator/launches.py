@@ -111,10 +111,10 @@ def owned_inputs(
     return Inputs(x, weights, routing, expected)
 
 
-def foreign_blocks(routing: Indexed, every: int) -> Indexed:
-    """Give every `every`-th routing block to another rank: its expert becomes -1."""
+def foreign_blocks(routing: Indexed, every: int, expert: int = -1) -> Indexed:
+    """Give every `every`-th routing block to another rank: its expert becomes `expert`."""
     experts = routing.expert_ids.clone()
-    experts[::every] = -1
+    experts[::every] = expert
     return replace(routing, expert_ids=experts)
 
 

@@ -93,12 +93,15 @@ def test_every_interleaving(config: Config, seed: int) -> None:
 
 
 @pytest.mark.parametrize("config", (DECODE_16, PREFILL_32), ids=lambda c: c.label())
-def test_blocks_of_another_rank_are_skipped(config: Config) -> None:
+@pytest.mark.parametrize("expert", (-1, 4, 1 << 30))
+def test_blocks_of_no_expert_here_are_skipped(config: Config, expert: int) -> None:
+    """Those of another rank, and what unchecked routing may hold beyond the last expert."""
     given = inputs(Shape(4, 256, 128, 40, top_k=2))
-    routing = foreign_blocks(given.routing, 3)
+    routing = foreign_blocks(given.routing, 3, expert)
     used = int(routing.num_tokens_post_padded)
     blocks = routing.sorted_token_ids[:used].view(-1, 8)
-    dropped = blocks[routing.expert_ids[: len(blocks)] < 0].flatten()
+    here = routing.expert_ids[: len(blocks)]
+    dropped = blocks[(here < 0) | (here >= 4)].flatten()
     expected = given.expected.clone()
     expected[dropped[dropped < len(expected)].long()] = float("nan")
     check(config, replace(given, routing=routing, expected=expected), 3)

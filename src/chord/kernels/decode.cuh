@@ -106,7 +106,8 @@ class Decode {
     ptx::fence_proxy_async();
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
-    build_schedule<kConfig.threads(), false>(addressing, table, smem.scratch, kConfig.max_tokens);
+    build_schedule<kConfig.threads(), false>(addressing, table, smem.scratch, p.num_experts,
+                                             kConfig.max_tokens);
     // The host sees to it that chunks are fewer than 2^31.
     const int chunks = table.num_tiles() * feature_tiles() * k_chunks();
     chunks_per_block = chunks / ptx::grid_dim();

@@ -109,7 +109,8 @@ class Prefill {
     }
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
-    build_schedule<kConfig.threads(), true>(addressing, table, smem.scratch, kConfig.block_m);
+    build_schedule<kConfig.threads(), true>(addressing, table, smem.scratch, p.num_experts,
+                                            kConfig.block_m);
     if (ptx::thread_idx() >= 32 * kConfig.warps()) {
       ptx::lower_registers<kLoaderRegisters>();
       load();

@@ -139,10 +139,11 @@ void sort_by_tile_rows(SegmentTable table, int num_segments, int max_rows) {
 }
 
 // Fills the table. All threads of the block call it; it synchronises the block, so what was written
-// to shared memory before is visible after. `scratch`: kScheduleScratchBytes.
+// to shared memory before is visible after. `scratch`: kScheduleScratchBytes. Experts that are none
+// of `num_experts` have no weights to be read: their rows are left out.
 template <int kThreads, bool kLongestFirst, class Addressing>
 void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddress scratch,
-                    int max_rows) {
+                    int num_experts, int max_rows) {
   constexpr int kWarps = kThreads / 32;
   static_assert(8 * kWarps <= kScheduleScratchBytes, "two counts a warp");
   const int warp = ptx::thread_idx() / 32, lane = ptx::thread_idx() % 32;
@@ -155,7 +156,7 @@ void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddres
   auto expert_of = [&](int item) {
     // Items that do not exist may be read (the buffer has room for them) but do not count.
     const int expert = item >= 0 && item < max_items ? addressing.expert(item) : -1;
-    return item < num_items ? expert : -1;
+    return item < num_items && expert < num_experts ? expert : -1;
   };
   // One lane an item; hands over whether the item begins and ends a segment.
   auto scan = [&](auto&& visit) {
