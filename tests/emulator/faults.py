@@ -167,8 +167,8 @@ BOTH = (
     Fault(
         "the schedule is read before it is written",
         "schedule.cuh",
-        "ptx::sync_block(); // Number the tiles.",
-        "// Number the tiles.",
+        "ptx::sync_block(); if constexpr (kLongestFirst) {",
+        "if constexpr (kLongestFirst) {",
         "nobody has written|without having waited",
     ),
     Fault(
