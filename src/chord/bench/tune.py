@@ -36,7 +36,8 @@ _FINALISTS, _CLOSE = 3, 1.06
 _AS_FAST = 1.01
 # Beyond the largest measured row count the cost model decides again.
 _LAST_STRETCH = 1.25
-# A decode configuration that needs more passes than this over each expert is not worth its time.
+# A configuration that needs more than this times the passes over each expert that the one with the
+# largest tiles needs is not worth its time.
 _MOST_PASSES = 3
 
 
@@ -118,11 +119,13 @@ def tasks(profile: str) -> list[Task]:
 
 def candidates(problem: GemmProblem, device: DeviceFacts) -> Iterator[Config]:
     """Yield the shipped configurations that may run `problem` and could be the fastest."""
-    for config in shipped_configs(device.arch):
-        passes = math.ceil(problem.rows_per_expert / config.tile_rows)
-        slow = config.kernel == "decode" and passes > _MOST_PASSES
-        if not slow and reject(config, problem, device) is None:
-            yield config
+
+    def passes(config: Config) -> int:
+        return math.ceil(problem.rows_per_expert / config.tile_rows)
+
+    legal = [c for c in shipped_configs(device.arch) if reject(c, problem, device) is None]
+    fewest = min((passes(config) for config in legal), default=0)
+    return (config for config in legal if passes(config) <= _MOST_PASSES * fewest)
 
 
 def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) -> list[Measured]:

@@ -177,7 +177,11 @@ _NARROW_DECODE = (
 _HOPPER = (
     *_NARROW_DECODE,
     DecodeConfig(max_tokens=16, warps=8, block_k=384, stages=3),
+    DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4),
+    DecodeConfig(max_tokens=16, warps=4, block_k=256, stages=7),
     DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=2, warp_features=64),
+    PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=512, stages=2),
+    PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=256, stages=4),
     PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=256, stages=3),
     PrefillConfig(block_m=128, min_width=8, width_step=8, block_k=128, stages=4),
     PrefillConfig(block_m=176, min_width=88, width_step=8, block_k=128, stages=3),
