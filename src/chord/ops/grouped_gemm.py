@@ -93,8 +93,8 @@ def indexed(
         block_m: Entries of a block; worked out from P and B where they allow one power of two only.
         out: bf16, [M * top_k, N], contiguous, 16-byte aligned; rows that no block names are left
             untouched. Without it a new tensor is returned, in which they are zero.
-        validate: Check the routing's values first, which waits for the device. Unchecked, expert
-            ids of E and more read outside the packed weights.
+        validate: Check the routing's values first, which waits for the device. Unchecked, blocks
+            of an expert from E on are left out.
         config: Run exactly this configuration, on a GPU; None lets `chord.plan.select` choose.
 
     Returns:
