@@ -75,9 +75,8 @@ def weights(experts: int, hidden: int, inner: int) -> tuple[PackedExperts, Packe
 @pytest.mark.usefixtures("h200", "platform")
 def test_every_batch_of_tp8_finds_its_kernels() -> None:
     moe = moe_config(experts=384, hidden=7168, inner=256, experts_per_token=8, max_num_tokens=8192)
-    experts = ChordExperts(moe, make_layer_quant_config())
     w13, w2 = weights(384, 7168, 256)
-    loaded = set(experts._kernels(w13, w2))
+    loaded = set(ChordExperts._kernels(moe, w13, w2, 0))
     for tokens in (1, 7, 8, 33, 64, 100, 128, 777, 1024, 4096, 5000, 8192):
         needed = layer.choose_kernels(layer.Layer(w13, w2), tokens * 8, 384, 0)
         assert set(needed) <= loaded, tokens
@@ -88,18 +87,12 @@ def test_every_batch_of_tp8_finds_its_kernels() -> None:
 def test_batched() -> None:
     parallel = all_to_all("deepep_low_latency")
     moe = moe_config(parallel, experts=96, hidden=7168, inner=2048, experts_per_token=8)
-    experts = ChordBatchedExperts(moe, make_layer_quant_config(), 128, 8)
     w13, w2 = weights(48, 7168, 4096 // 2)
-    loaded = set(experts._kernels(w13, w2))
+    loaded = set(ChordBatchedExperts._kernels(moe, w13, w2, 0, 128 * 8))
     for expected in (1, 2, 16, 1024):
         for w in (w13, w2):
             problem = GemmProblem(48, w.n, w.k, 48 * 1024, "Masked", 48 * expected)
             assert grouped_gemm.choose(problem, 0) in loaded
-
-
-def make_layer_quant_config() -> Any:
-    made = make_layer(config_of(ChordConfig), moe_config())
-    return made.quant_method.get_fused_moe_quant_config(made)
 
 
 @pytest.mark.usefixtures("h200")
@@ -121,6 +114,12 @@ def nothing_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_begun", {})
 
 
+def some_keys() -> list[KernelKey]:
+    """Name kernels of both GEMMs of the layer, the smallest configuration first."""
+    configs = sorted(shipped_configs("sm_90a"), key=lambda config: config.tile_rows)
+    return [kernel_key(c, name, 0) for c in configs for name in ("RoutedDown", "RoutedGateUp")]
+
+
 @pytest.mark.usefixtures("h200", "nothing_begun")
 def test_the_background_compiles_all_once_and_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
@@ -136,11 +135,11 @@ def test_the_background_compiles_all_once_and_is_waited_for(
 
     monkeypatch.setattr(cache, "cubin_for", slowly)
     monkeypatch.setattr(launch, "load", lambda *key: loaded.append(key))
-    warmup.begin(ChordExperts.addressings, 0)
-    warmup.begin(ChordExperts.addressings, 0)  # the next layer
+    keys = some_keys()
+    warmup.begin(keys[:-1])
+    warmup.begin(keys)  # the next layer, which needs one more
     assert compiled == []
-    key = kernel_key(shipped_configs("sm_90a")[0], "RoutedDown", 0)
-    waiting = threading.Thread(target=warmup.load_kernels, args=([key],))
+    waiting = threading.Thread(target=warmup.load_kernels, args=(keys[:1],))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and loaded == []
@@ -149,12 +148,20 @@ def test_the_background_compiles_all_once_and_is_waited_for(
     assert [k[1:] for k in loaded] == [("RoutedDown", 0)]
     for done in warmup._begun.values():
         assert done.wait(60)
-    wanted = {
-        (config.label(), "sm_90a", addressing)
-        for config in shipped_configs("sm_90a")
-        for addressing in ("RoutedGateUp", "RoutedDown")
-    }
+    wanted = {(key.config.label(), "sm_90a", key.addressing) for key in keys}
     assert set(compiled) == wanted and len(compiled) == len(wanted)
+
+
+@pytest.mark.usefixtures("h200", "nothing_begun")
+def test_the_largest_are_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(cache, "cubin_for", lambda *key: compiled.append(key))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    warmup.begin(some_keys())
+    assert all(done.wait(30) for done in warmup._begun.values())
+    rows = [config.tile_rows for config, _, _ in compiled]
+    assert rows == sorted(rows, reverse=True)
+    assert [name for _, _, name in compiled[:2]] == ["RoutedGateUp", "RoutedDown"]
 
 
 @pytest.mark.usefixtures("h200", "nothing_begun")
@@ -167,20 +174,40 @@ def test_an_error_of_any_kind_in_the_background_leaves_nobody_waiting(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(cache, "cubin_for", broken)
-    warmup.begin(ChordExperts.addressings, 0)
+    keys = some_keys()
+    warmup.begin(keys)
     assert all(done.wait(30) for done in warmup._begun.values())
-    key = kernel_key(shipped_configs("sm_90a")[0], "RoutedDown", 0)
     with pytest.raises(OSError, match="no space left"):
-        warmup.load_kernels([key])
+        warmup.load_kernels(keys[:1])
+
+
+@pytest.mark.usefixtures("h200", "platform")
+@pytest.mark.parametrize("kind", [ChordExperts, ChordBatchedExperts])
+def test_a_layer_begins_with_what_it_loads(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is compiled, and of slots nothing more than their number is known later."""
+    begun = []
+    monkeypatch.setattr(warmup, "begin", lambda keys: begun.extend(keys))
+    moe = moe_config(experts=384, hidden=7168, inner=256, experts_per_token=8, max_num_tokens=1024)
+    kind.begin_kernels(moe, 384, 0)
+    w13, w2 = weights(384, 7168, 256)
+    slots = 1024 if kind is ChordBatchedExperts else None
+    assert set(begun) == set(kind._kernels(moe, w13, w2, 0, slots))
+    assert 4 <= len(set(begun)) < 24
+
+
+@pytest.mark.usefixtures("h200", "platform")
+def test_a_shape_that_nothing_runs_is_left_for_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "begin", lambda keys: list(keys))
+    ChordExperts.begin_kernels(moe_config(experts=8, hidden=100, inner=256), 8, 0)
 
 
 @pytest.mark.usefixtures("platform")
-def test_layers_begin_with_the_kernels_of_their_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_begin_when_they_are_created(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
-    monkeypatch.setattr(warmup, "begin", lambda *what: begun.append(what))
+    monkeypatch.setattr(ChordExperts, "begin_kernels", lambda *what: begun.append(what))
     make_layer(config_of(ChordConfig), moe_config())
     assert begun == []  # on the CPU there is nothing to compile
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     made = make_layer(config_of(ChordConfig), moe_config())
-    assert begun == [(made.quant_method.experts_cls.addressings, 3)]
+    assert begun == [(made.quant_method.moe, made.local_num_experts, 3)]

@@ -10,6 +10,7 @@ from the layer's config. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import ClassVar
@@ -33,6 +34,7 @@ from chord.jit.launch import KernelKey
 from chord.ops import grouped_gemm, layer
 from chord.plan.config import shipped_archs
 from chord.plan.problem import GemmProblem
+from chord.weights.layout import buffer_shape
 from chord.weights.packed import PackedExperts
 
 SCALE_DTYPE = torch.bfloat16
@@ -75,11 +77,9 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
 
     Attributes:
         interleave_gate_up: How the layer's w13 has to be packed.
-        addressings: How its kernels find rows.
     """
 
     interleave_gate_up: ClassVar[bool]
-    addressings: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -140,10 +140,50 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
             CompileError: A kernel does not compile, or CHORD_JIT=cached forbids compiling.
         """
         if w1.is_cuda:
-            warmup.load_kernels(self._kernels(*self._weights.of(w1, w2)))
+            w13, down = self._weights.of(w1, w2)
+            slots = None
+            if self.max_num_tokens is not None and self.num_dispatchers is not None:
+                slots = self.max_num_tokens * self.num_dispatchers
+            warmup.load_kernels(self._kernels(self.moe_config, w13, down, w1.get_device(), slots))
 
-    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
-        """Yield the kernels for any number of tokens up to the largest batch."""
+    @classmethod
+    def begin_kernels(cls, moe: FusedMoEConfig, num_experts: int, index: int) -> None:
+        """Begin to compile, in the background, what a layer without weights yet may need.
+
+        Args:
+            moe: Sizes of the layer.
+            num_experts: E, experts of this rank.
+            index: The device.
+        """
+        hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
+        with contextlib.suppress(chord.ChordError):  # `load_kernels` says what it is
+            w13, w2 = (
+                PackedExperts(
+                    torch.empty(buffer_shape(num_experts, n, k), dtype=torch.uint8, device="meta"),
+                    n=n,
+                    k=k,
+                )
+                for n, k in ((2 * inner, hidden), (hidden, inner))
+            )
+            warmup.begin(cls._kernels(moe, w13, w2, index))
+
+    @staticmethod
+    def _kernels(
+        moe: FusedMoEConfig,
+        w13: PackedExperts,
+        w2: PackedExperts,
+        index: int,
+        slots: int | None = None,
+    ) -> Iterator[KernelKey]:
+        """Yield the kernels for any number of tokens up to the largest batch.
+
+        Args:
+            moe: Sizes of the layer.
+            w13: Gate and up weights; of their data the shape is looked at, no more.
+            w2: Down weights, likewise.
+            index: The device.
+            slots: Rows that an expert has room for, of BatchedExperts; None if not known yet.
+        """
         raise NotImplementedError("each format asks for its own kernels")
 
 
@@ -151,7 +191,6 @@ class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
 
     interleave_gate_up: ClassVar[bool] = True
-    addressings: ClassVar[tuple[str, ...]] = ("RoutedGateUp", "RoutedDown")
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -226,15 +265,28 @@ class ChordExperts(ChordExpertsBase):
             swiglu_limit=self.activation_config.clamp_limit,
         )
 
-    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
-        index, top_k = w13.data.get_device(), self.moe_config.experts_per_token
-        with torch.cuda.device(index):
-            for kernel in (layer.ROUTE, layer.COMBINE):
-                layer.fixed_launcher(kernel, index)
-        num_ids = self.moe_config.num_experts if self.moe_config.use_ep else w13.num_experts
-        largest = self.moe_config.max_num_tokens * self.moe_config.dp_size
+    def load_kernels(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        """Compile and load what the layer may need; arguments as in the base class."""
+        if w1.is_cuda:
+            index = w1.get_device()
+            with torch.cuda.device(index):
+                for kernel in (layer.ROUTE, layer.COMBINE):
+                    layer.fixed_launcher(kernel, index)
+        super().load_kernels(w1, w2)
+
+    @staticmethod
+    def _kernels(
+        moe: FusedMoEConfig,
+        w13: PackedExperts,
+        w2: PackedExperts,
+        index: int,
+        slots: int | None = None,
+    ) -> Iterator[KernelKey]:
+        top_k = moe.experts_per_token
+        num_ids = moe.num_experts if moe.use_ep else w13.num_experts
+        largest = moe.max_num_tokens * moe.dp_size
+        operands = layer.Layer(w13, w2)
         for tokens in warmup.token_counts(min(largest, layer.MAX_ROUTES // top_k)):
-            operands = layer.Layer(w13, w2)
             yield from layer.choose_kernels(operands, tokens * top_k, num_ids, index)
 
 
@@ -245,7 +297,6 @@ class ChordBatchedExperts(ChordExpertsBase):
     """
 
     interleave_gate_up: ClassVar[bool] = False
-    addressings: ClassVar[tuple[str, ...]] = ("Masked",)
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -316,11 +367,16 @@ class ChordBatchedExperts(ChordExpertsBase):
         self.activation(activation, middle, gate_up, valid_token_counts=counts)
         chord.masked(middle, down, counts, output, expected=expected, validate=False)
 
-    def _kernels(self, w13: PackedExperts, w2: PackedExperts) -> Iterator[KernelKey]:
-        assert self.max_num_tokens is not None, "vLLM gives batched experts their slots"
-        assert self.num_dispatchers is not None, "vLLM gives batched experts their dispatchers"
-        slots = self.max_num_tokens * self.num_dispatchers
-        index, experts = w13.data.get_device(), w13.num_experts
+    @staticmethod
+    def _kernels(
+        moe: FusedMoEConfig,
+        w13: PackedExperts,
+        w2: PackedExperts,
+        index: int,
+        slots: int | None = None,
+    ) -> Iterator[KernelKey]:
+        slots = slots or moe.max_num_tokens * moe.dp_size
+        experts = w13.num_experts
         for expected in {min(slots, 1 << bits) for bits in range(slots.bit_length() + 1)}:
             for w in (w13, w2):
                 problem = GemmProblem(

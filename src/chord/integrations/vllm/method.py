@@ -26,7 +26,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import chord
-from chord.integrations.vllm import warmup
 from chord.integrations.vllm.experts import ChordExpertsBase
 from chord.weights.pack import PER_CHANNEL
 
@@ -98,7 +97,8 @@ class ChordMoEMethod(compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMetho
         # a layer is whole: without this it would stop a few numbers early.
         layer.w13_weight_shape.weight_loader_numel = 2 * layer.w13_weight_shape.numel()
         if layer.w13_weight_packed.is_cuda:
-            warmup.begin(self.experts_cls.addressings, layer.w13_weight_packed.get_device())
+            index = layer.w13_weight_packed.get_device()
+            self.experts_cls.begin_kernels(self.moe, num_experts, index)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Pack the loaded weights and drop their checkpoint form.

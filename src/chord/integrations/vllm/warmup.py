@@ -1,7 +1,7 @@
 """The kernels of a layer, compiled while vLLM builds and loads the model, all cores at once.
 
-`begin` starts with what the card can need, in the background, when the first layer is created;
-`load_kernels` waits for it when the weights are there, and loads what the layer does need.
+`begin` starts in the background when a layer is created; `load_kernels` waits for it when the
+weights are there, and loads what the layer needs.
 
 Which kernel runs depends on the number of tokens, so every number up to 64 is asked for, then steps
 of an eighth up to the largest batch. A number in between that needs yet another kernel compiles it
@@ -24,8 +24,7 @@ import torch
 
 from chord import device as devices
 from chord.jit import cache, launch
-from chord.jit.launch import KernelKey, kernel_key
-from chord.plan.config import shipped_configs
+from chord.jit.launch import KernelKey
 
 _EXACT = 64
 _STEPS = 8
@@ -45,27 +44,23 @@ def token_counts(largest: int) -> Iterator[int]:
         yield largest
 
 
-def begin(addressings: Iterable[str], index: int) -> None:
-    """Begin to compile every shipped configuration in the background, once a process.
+def begin(keys: Iterable[KernelKey]) -> None:
+    """Begin to compile in the background what no layer of this process has begun with.
 
     The largest come first, for they take longest. What goes wrong is left for `load_kernels` to
     find again; threads end with the process.
-
-    Args:
-        addressings: How the layer's kernels find rows.
-        index: The device.
     """
     importlib.import_module("cuda.core")  # which is not made to be imported by several threads
-    arch = devices.facts_of(index).arch
     waiting: queue.SimpleQueue[tuple[KernelKey, threading.Event]] = queue.SimpleQueue()
     with _begun_lock:
-        configs = sorted(shipped_configs(arch), key=lambda config: config.tile_rows, reverse=True)
-        for config in configs:
-            for addressing in addressings:
-                key = kernel_key(config, addressing, index)
-                if key not in _begun:
-                    _begun[key] = threading.Event()
-                    waiting.put((key, _begun[key]))
+        # SwiGLU makes the longest epilogue.
+        for key in sorted(
+            set(keys) - _begun.keys(),
+            key=lambda key: (key.config.tile_rows, key.addressing == "RoutedGateUp"),
+            reverse=True,
+        ):
+            _begun[key] = threading.Event()
+            waiting.put((key, _begun[key]))
     if waiting.empty():
         return
 
