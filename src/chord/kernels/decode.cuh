@@ -9,10 +9,10 @@
 //            > K and dealt out in equal runs, one a block (stream-K): no block waits for a last
 //            wave, each gets wide and narrow tiles, and what shares weights lies side by side.
 //            With a short K, where finding rows would take longer than a tile, row tile > feature
-//            tile > K. A tile that two or more blocks share is finished by the block that has its first
-//            chunk; the others work on theirs first of all and leave partial sums in `partial`, so
-//            the finisher, which comes to it last of all, finds them. It adds them in the order of
-//            K: same bits every run.
+//            tile > K. A tile that two or more blocks share is finished by the block that has its
+//            first chunk; the others work on theirs first of all and leave partial sums in
+//            `partial`, so the finisher, which comes to it last of all, finds them. It adds them in
+//            the order of K: same bits every run.
 // Partial    a slot a block. Between launches it holds kNoSum; the finisher waits until there is a
 //            sum in each word and puts kNoSum back. No flag, and no fence, for which a warp would
 //            stand still.

@@ -2,8 +2,8 @@
 //
 // A segment is a longest run of items of one expert. Its rows are cut into the fewest tiles of at
 // most `max_rows`, all about equally long and a multiple of 8, so that 130 rows at a limit of 64
-// become 48 + 48 + 34 and not 64 + 64 + 2. Where blocks take tiles from a counter, segments with the
-// longest tiles come first (kLongestFirst): the last tiles, which some blocks wait for, are short.
+// become 48 + 48 + 34 and not 64 + 64 + 2. Where blocks take tiles from a counter, segments with
+// the longest tiles come first (kLongestFirst): the last tiles, which some wait for, are short.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>

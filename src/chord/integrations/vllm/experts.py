@@ -31,6 +31,7 @@ from vllm.scalar_type import scalar_types
 import chord
 from chord.integrations.vllm import warmup
 from chord.jit.launch import KernelKey
+from chord.jit.params import FixedKernel
 from chord.ops import grouped_gemm, layer
 from chord.plan.config import shipped_archs
 from chord.plan.problem import GemmProblem
@@ -77,9 +78,11 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
 
     Attributes:
         interleave_gate_up: How the layer's w13 has to be packed.
+        fixed_kernels: Kernels beside the GEMMs.
     """
 
     interleave_gate_up: ClassVar[bool]
+    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = ()
 
     def __init__(
         self,
@@ -140,11 +143,15 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
             CompileError: A kernel does not compile, or CHORD_JIT=cached forbids compiling.
         """
         if w1.is_cuda:
+            index = w1.get_device()
+            with torch.cuda.device(index):
+                for kernel in self.fixed_kernels:
+                    layer.fixed_launcher(kernel, index)
             w13, down = self._weights.of(w1, w2)
             slots = None
             if self.max_num_tokens is not None and self.num_dispatchers is not None:
                 slots = self.max_num_tokens * self.num_dispatchers
-            warmup.load_kernels(self._kernels(self.moe_config, w13, down, w1.get_device(), slots))
+            warmup.load_kernels(self._kernels(self.moe_config, w13, down, index, slots))
 
     @classmethod
     def begin_kernels(cls, moe: FusedMoEConfig, num_experts: int, index: int) -> None:
@@ -191,6 +198,7 @@ class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
 
     interleave_gate_up: ClassVar[bool] = True
+    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = (layer.ROUTE, layer.COMBINE)
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -264,15 +272,6 @@ class ChordExperts(ChordExpertsBase):
             workspace=workspace2,
             swiglu_limit=self.activation_config.clamp_limit,
         )
-
-    def load_kernels(self, w1: torch.Tensor, w2: torch.Tensor) -> None:
-        """Compile and load what the layer may need; arguments as in the base class."""
-        if w1.is_cuda:
-            index = w1.get_device()
-            with torch.cuda.device(index):
-                for kernel in (layer.ROUTE, layer.COMBINE):
-                    layer.fixed_launcher(kernel, index)
-        super().load_kernels(w1, w2)
 
     @staticmethod
     def _kernels(
