@@ -14,7 +14,7 @@ from chord import device as devices
 from chord.errors import CompileError
 from chord.integrations.vllm import warmup
 from chord.integrations.vllm.config import ChordConfig
-from chord.integrations.vllm.experts import ChordBatchedExperts, ChordExperts
+from chord.integrations.vllm.experts import ChordBatchedExperts, ChordExperts, LayerShape
 from chord.jit import cache, launch
 from chord.jit.launch import KernelKey, kernel_key
 from chord.ops import grouped_gemm, layer
@@ -76,7 +76,7 @@ def weights(experts: int, hidden: int, inner: int) -> tuple[PackedExperts, Packe
 def test_every_batch_of_tp8_finds_its_kernels() -> None:
     moe = moe_config(experts=384, hidden=7168, inner=256, experts_per_token=8, max_num_tokens=8192)
     w13, w2 = weights(384, 7168, 256)
-    loaded = set(ChordExperts._kernels(moe, w13, w2, 0))
+    loaded = set(ChordExperts._kernels(LayerShape(moe, w13, w2, 0)))
     for tokens in (1, 7, 8, 33, 64, 100, 128, 777, 1024, 4096, 5000, 8192):
         needed = layer.choose_kernels(layer.Layer(w13, w2), tokens * 8, 384, 0)
         assert set(needed) <= loaded, tokens
@@ -88,7 +88,7 @@ def test_batched() -> None:
     parallel = all_to_all("deepep_low_latency")
     moe = moe_config(parallel, experts=96, hidden=7168, inner=2048, experts_per_token=8)
     w13, w2 = weights(48, 7168, 4096 // 2)
-    loaded = set(ChordBatchedExperts._kernels(moe, w13, w2, 0, 128 * 8))
+    loaded = set(ChordBatchedExperts._kernels(LayerShape(moe, w13, w2, 0, 128 * 8)))
     for expected in (1, 2, 16, 1024):
         for w in (w13, w2):
             problem = GemmProblem(48, w.n, w.k, 48 * 1024, "Masked", 48 * expected)
@@ -191,7 +191,7 @@ def test_a_layer_begins_with_what_it_loads(kind: Any, monkeypatch: pytest.Monkey
     kind.begin_kernels(moe, 384, 0)
     w13, w2 = weights(384, 7168, 256)
     slots = 1024 if kind is ChordBatchedExperts else None
-    assert set(begun) == set(kind._kernels(moe, w13, w2, 0, slots))
+    assert set(begun) == set(kind._kernels(LayerShape(moe, w13, w2, 0, slots)))
     assert 4 <= len(set(begun)) < 24
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -71,6 +72,30 @@ class _PackedWeights:
             )
             kept = self._kept = (first, second)
         return kept
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the choice of a layer's kernels looks at.
+
+    Attributes:
+        moe: Sizes of the layer and of its batches.
+        w13: Gate and up weights; of their data the shape is looked at, no more.
+        w2: Down weights, likewise.
+        index: The device.
+        slots: Rows that an expert has room for, of BatchedExperts; None if not known yet.
+    """
+
+    moe: FusedMoEConfig
+    w13: PackedExperts
+    w2: PackedExperts
+    index: int
+    slots: int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest batch, of all ranks."""
+        return self.moe.max_num_tokens * self.moe.dp_size
 
 
 class ChordExpertsBase(mk.FusedMoEExpertsModular):
@@ -148,10 +173,8 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
                 for kernel in self.fixed_kernels:
                     layer.fixed_launcher(kernel, index)
             w13, down = self._weights.of(w1, w2)
-            slots = None
-            if self.max_num_tokens is not None and self.num_dispatchers is not None:
-                slots = self.max_num_tokens * self.num_dispatchers
-            warmup.load_kernels(self._kernels(self.moe_config, w13, down, index, slots))
+            shape = LayerShape(self.moe_config, w13, down, index, self._slots)
+            warmup.load_kernels(self._kernels(shape))
 
     @classmethod
     def begin_kernels(cls, moe: FusedMoEConfig, num_experts: int, index: int) -> None:
@@ -172,25 +195,16 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
                 )
                 for n, k in ((2 * inner, hidden), (hidden, inner))
             )
-            warmup.begin(cls._kernels(moe, w13, w2, index))
+            warmup.begin(cls._kernels(LayerShape(moe, w13, w2, index)))
+
+    @property
+    def _slots(self) -> int | None:
+        """Rows that an expert has room for; None in a format without slots."""
+        return None
 
     @staticmethod
-    def _kernels(
-        moe: FusedMoEConfig,
-        w13: PackedExperts,
-        w2: PackedExperts,
-        index: int,
-        slots: int | None = None,
-    ) -> Iterator[KernelKey]:
-        """Yield the kernels for any number of tokens up to the largest batch.
-
-        Args:
-            moe: Sizes of the layer.
-            w13: Gate and up weights; of their data the shape is looked at, no more.
-            w2: Down weights, likewise.
-            index: The device.
-            slots: Rows that an expert has room for, of BatchedExperts; None if not known yet.
-        """
+    def _kernels(shape: LayerShape) -> Iterator[KernelKey]:
+        """Yield the kernels for any number of tokens up to the largest batch."""
         raise NotImplementedError("each format asks for its own kernels")
 
 
@@ -274,19 +288,12 @@ class ChordExperts(ChordExpertsBase):
         )
 
     @staticmethod
-    def _kernels(
-        moe: FusedMoEConfig,
-        w13: PackedExperts,
-        w2: PackedExperts,
-        index: int,
-        slots: int | None = None,
-    ) -> Iterator[KernelKey]:
-        top_k = moe.experts_per_token
-        num_ids = moe.num_experts if moe.use_ep else w13.num_experts
-        largest = moe.max_num_tokens * moe.dp_size
-        operands = layer.Layer(w13, w2)
-        for tokens in warmup.token_counts(min(largest, layer.MAX_ROUTES // top_k)):
-            yield from layer.choose_kernels(operands, tokens * top_k, num_ids, index)
+    def _kernels(shape: LayerShape) -> Iterator[KernelKey]:
+        moe, top_k = shape.moe, shape.moe.experts_per_token
+        num_ids = moe.num_experts if moe.use_ep else shape.w13.num_experts
+        operands = layer.Layer(shape.w13, shape.w2)
+        for tokens in warmup.token_counts(min(shape.most_tokens, layer.MAX_ROUTES // top_k)):
+            yield from layer.choose_kernels(operands, tokens * top_k, num_ids, shape.index)
 
 
 class ChordBatchedExperts(ChordExpertsBase):
@@ -322,9 +329,7 @@ class ChordBatchedExperts(ChordExpertsBase):
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of gate_up's output, the activation's and the layer's."""
-        assert self.max_num_tokens is not None, "vLLM gives batched experts their slots"
-        assert self.num_dispatchers is not None, "vLLM gives batched experts their dispatchers"
-        slots = self.max_num_tokens * self.num_dispatchers
+        slots = self._slots
         return (
             (local_num_experts, slots, N),
             (local_num_experts, slots, N // 2),
@@ -366,22 +371,21 @@ class ChordBatchedExperts(ChordExpertsBase):
         self.activation(activation, middle, gate_up, valid_token_counts=counts)
         chord.masked(middle, down, counts, output, expected=expected, validate=False)
 
+    @property
+    def _slots(self) -> int:
+        assert self.max_num_tokens is not None, "vLLM gives batched experts their slots"
+        assert self.num_dispatchers is not None, "vLLM gives batched experts their dispatchers"
+        return self.max_num_tokens * self.num_dispatchers
+
     @staticmethod
-    def _kernels(
-        moe: FusedMoEConfig,
-        w13: PackedExperts,
-        w2: PackedExperts,
-        index: int,
-        slots: int | None = None,
-    ) -> Iterator[KernelKey]:
-        slots = slots or moe.max_num_tokens * moe.dp_size
-        experts = w13.num_experts
+    def _kernels(shape: LayerShape) -> Iterator[KernelKey]:
+        slots, experts = shape.slots or shape.most_tokens, shape.w13.num_experts
         for expected in {min(slots, 1 << bits) for bits in range(slots.bit_length() + 1)}:
-            for w in (w13, w2):
+            for w in (shape.w13, shape.w2):
                 problem = GemmProblem(
                     experts, w.n, w.k, experts * slots, "Masked", experts * expected
                 )
-                yield grouped_gemm.choose(problem, index)
+                yield grouped_gemm.choose(problem, shape.index)
 
     def _expected_rows(self, slots: int, top_k: int, num_experts: int) -> int:
         """Return the usual rows of an expert, a power of two, from the tokens of all ranks.
