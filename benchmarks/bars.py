@@ -94,8 +94,8 @@ def misses(suite: str, row: Row) -> Iterator[str]:
             yield f"bar {bar.floors:.2f}"
     may_lack = row.series in _NOT_IN_HUMMING or suite.endswith("sweep")
     if "humming" in row.entries or not may_lack:
-        near = _NEAR * row.floor_us if suite in _PREFILL else 0.0
-        yield from _behind_humming(row, _AHEAD if suite in _PREFILL else 1.0, near)
+        wanted, near = (_AHEAD, _NEAR * row.floor_us) if suite in _PREFILL else (1.0, 0.0)
+        yield from _behind_humming(row, wanted, near)
     published = PUBLISHED_US.get((row.series, row.projection), {}).get(row.tokens)
     if suite == "grouped" and published is not None and us >= published:
         yield f"{us:.0f} us, published elsewhere {published:.0f}"
