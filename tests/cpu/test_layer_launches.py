@@ -81,7 +81,8 @@ def test_every_part_gets_its_own_tokens(
     for _ in range(2):  # the second time from what is remembered
         chord.fused_moe(**call, apply_router_weight_on_input=on_input)
     parts = [(0, 10)] if routes_at_once > 8 else [(0, 4), (4, 8), (8, 10)]
-    names = ["route", "RoutedGateUp", "RoutedDown", "combine"]
+    gate_up_kernel = "RoutedGateUpWeighted" if on_input else "RoutedGateUp"
+    names = ["route", gate_up_kernel, "RoutedDown", "combine"]
     assert [name for name, _ in launched] == names * len(parts) * 2
     at = {name: value.data.data_ptr() for name, value in call.items()}
     space = layer.space_for(TOKENS, TOP_K, E, HIDDEN, MIDDLE)

@@ -191,7 +191,8 @@ class GateUp:
             "num_experts": packed.num_experts,
             "top_k": self.top_k,
         }
-        out = layer.gemm(config, "RoutedGateUp", self.x, packed, self.out, fields, **options)
+        name = "RoutedGateUp" if router is None else "RoutedGateUpWeighted"
+        out = layer.gemm(config, name, self.x, packed, self.out, fields, **options)
         used = int(self.sorted.num_rows_padded)
         routes = self.sorted.routes[:used].long()
         sums = self.sums[routes]

@@ -6,6 +6,7 @@ lays fields out as C does, and every rendered unit asserts the size.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from dataclasses import dataclass
 
@@ -136,6 +137,7 @@ ROUTED_GATE_UP = AddressingLayout(
     ),
     is_stage=True,
 )
+ROUTED_GATE_UP_WEIGHTED = dataclasses.replace(ROUTED_GATE_UP, name="RoutedGateUpWeighted")
 ROUTED_DOWN = AddressingLayout(
     name="RoutedDown",
     header="addressing/routed.cuh",
@@ -157,6 +159,7 @@ _LAYOUTS = {
         CONTIGUOUS_INDICES,
         MASKED,
         ROUTED_GATE_UP,
+        ROUTED_GATE_UP_WEIGHTED,
         ROUTED_DOWN,
     )
 }

@@ -43,7 +43,7 @@ __forceinline__ u32 activate(const float (&sums)[4], const float (&scales)[2],
 template <class Addressing>
 __forceinline__ void load_scales(float (&scales)[2], const Addressing& addressing, int position) {
   scales[0] = scales[1] = kUnscaleSum;
-  if (!addressing.has_row_weights()) return;
+  if constexpr (!Addressing::kRowWeights) return;
   const float own = position >= 0 ? addressing.row_weight(position) : 0.f;
   const int first = 8 * (ptx::thread_idx() % 4);  // of the lanes that hold token 2 t
   const int bits = __builtin_bit_cast(int, own);

@@ -408,11 +408,12 @@ def problems(layer: Layer, num_routes: int, num_ids: int) -> tuple[GemmProblem, 
     """Return both GEMMs of a part; arguments are those of `choose_kernels`."""
     num_experts = layer.w13.num_experts
     expected = -(-num_routes * num_experts // max(num_ids, num_experts))
+    gate_up_rows = "RoutedGateUpWeighted" if layer.weight_on_input else "RoutedGateUp"
     gate_up, down = (
         GemmProblem(
             num_experts, experts.n, experts.k, num_routes, addressing, expected_rows=expected
         )
-        for experts, addressing in ((layer.w13, "RoutedGateUp"), (layer.w2, "RoutedDown"))
+        for experts, addressing in ((layer.w13, gate_up_rows), (layer.w2, "RoutedDown"))
     )
     return gate_up, down
 

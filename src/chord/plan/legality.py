@@ -25,6 +25,7 @@ ADDRESSINGS = (
     "ContiguousIndices",
     "Masked",
     "RoutedGateUp",
+    "RoutedGateUpWeighted",
     "RoutedDown",
 )
 # Rows of x that lie sorted come to prefill by boxes of 16 (kernels/addressing, kSortedRows).
@@ -67,7 +68,7 @@ def reject_problem(problem: GemmProblem) -> str | None:
     reason = reject_shape(problem.num_experts, n, k)
     if reason is not None:
         return reason
-    if problem.addressing == "RoutedGateUp" and n % TILE_N:
+    if problem.addressing.startswith("RoutedGateUp") and n % TILE_N:
         return (
             f"N={n} is not a multiple of {TILE_N} (gate and up features alternate by eights); pad "
             f"the intermediate size"

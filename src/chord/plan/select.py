@@ -31,6 +31,7 @@ PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 _MEASURED_AS = {
     "ContiguousIndices": "ContiguousOffsets",
     "RoutedGateUp": "Indexed",
+    "RoutedGateUpWeighted": "Indexed",
     "RoutedDown": "Indexed",
 }
 _MOST_APART = 4

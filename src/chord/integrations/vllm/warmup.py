@@ -56,7 +56,7 @@ def begin(keys: Iterable[KernelKey]) -> None:
         # SwiGLU makes the longest epilogue.
         for key in sorted(
             set(keys) - _begun.keys(),
-            key=lambda key: (key.config.tile_rows, key.addressing == "RoutedGateUp"),
+            key=lambda key: (key.config.tile_rows, key.addressing.startswith("RoutedGateUp")),
             reverse=True,
         ):
             _begun[key] = threading.Event()

@@ -30,27 +30,30 @@ struct RoutedRows {
 struct RoutedGateUpParams {
   const int* offsets;
   const int* routes;             // route of each position: token * top_k + slot
-  RouterWeights router_weights;  // by route; applied to gate and up, or none
+  RouterWeights router_weights;  // by route; of RoutedGateUpWeighted
   SwigluParams swiglu;
   int num_experts;
   int top_k;
 };
 static_assert(sizeof(RoutedGateUpParams) == 56, "RoutedGateUpParams must match jit/params.py");
 
-// gate_up: out has half as many features as the weight.
-struct RoutedGateUp : RoutedRows<RoutedGateUpParams> {
+// gate_up: out has half as many features as the weight. `kWeighted`: gate and up are multiplied with
+// the router's weight first. Few models want that, and its code would be a fifth of the epilogue's.
+template <bool kWeighted>
+struct RoutedGateUpRows : RoutedRows<RoutedGateUpParams> {
   static constexpr Awaits kAwaits = Awaits::kRouting;
   static constexpr bool kSwiglu = true;
+  static constexpr bool kRowWeights = kWeighted;
   static constexpr bool kSortedRows = false;
 
   int input_row(int position) const { return ptx::load_written(p.routes + position) / p.top_k; }
 
-  // What gate and up of a position are multiplied with.
-  bool has_row_weights() const { return p.router_weights.exist(); }
   float row_weight(int position) const {
     return p.router_weights.load(ptx::load_written(p.routes + position));
   }
 };
+using RoutedGateUp = RoutedGateUpRows<false>;
+using RoutedGateUpWeighted = RoutedGateUpRows<true>;
 
 struct RoutedDownParams {
   TensorMap x_map;  // rows of x, for prefill
