@@ -172,13 +172,6 @@ BOTH = (
         "nobody has written|without having waited",
     ),
     Fault(
-        "warps are not synchronised",
-        "ptx/sync.cuh",
-        "emulator::sync_warp(where);",
-        "(void)where;",
-        f"{_UNRELEASED}|{_UNSEEN}|more than were announced",
-    ),
-    Fault(
         "one lane leaves a vote out",
         "ptx/sync.cuh",
         "return emulator::ballot(predicate, where);",
@@ -194,26 +187,12 @@ BOTH = (
     ),
     # --- the epilogue
     Fault(
-        "transposed rows are read too early",
-        "epilogue.cuh",
-        "ptx::sync_warp();",
-        "",
-        "reads what a matrix store of warp",
-    ),
-    Fault(
         "one store buffer instead of two",
         "config.cuh",
-        "kStoreBufferBytes = 8 * kStoreRowBytes;"
+        "kStoreBufferBytes = 8 * 2 * kWarpFeatures;"
         " inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;",
-        "kStoreBufferBytes = 0; inline constexpr int kStoreBytesPerWarp = 16 * kStoreRowBytes;",
+        "kStoreBufferBytes = 0; inline constexpr int kStoreBytesPerWarp = 32 * kWarpFeatures;",
         f"overwrites bytes that .* {_UNRELEASED}|overwrites what",
-    ),
-    Fault(
-        "misaligned matrix store",
-        "epilogue.cuh",
-        "store_matrix_x4_transposed(buffer",
-        "store_matrix_x4_transposed(8 + buffer",
-        "row address of lane .* not a multiple of 16",
     ),
     Fault(
         "out is written beyond n",
@@ -241,6 +220,27 @@ BOTH = (
 
 DECODE = (
     *BOTH,
+    Fault(
+        "warps are not synchronised",
+        "ptx/sync.cuh",
+        "emulator::sync_warp(where);",
+        "(void)where;",
+        f"{_UNRELEASED}|{_UNSEEN}|more than were announced",
+    ),
+    Fault(
+        "transposed rows are read too early",
+        "epilogue.cuh",
+        "ptx::sync_warp();",
+        "",
+        "reads what a matrix store of warp",
+    ),
+    Fault(
+        "misaligned matrix store",
+        "epilogue.cuh",
+        "store_matrix_x4_transposed(buffer",
+        "store_matrix_x4_transposed(8 + buffer",
+        "row address of lane .* not a multiple of 16",
+    ),
     Fault(
         "a store beyond shared memory",
         "ptx/ldst.cuh",
@@ -308,6 +308,20 @@ DECODE = (
 
 PREFILL = (
     *BOTH,
+    Fault(
+        "pairs of warps do not wait for each other's matrices",
+        "epilogue.cuh",
+        "ptx::sync_named(barrier, 64);\n    const U32x4",
+        "const U32x4",
+        "reads what a matrix store of warp",
+    ),
+    Fault(
+        "misaligned matrix store",
+        "epilogue.cuh",
+        "store_matrix_x4_transposed(to",
+        "store_matrix_x4_transposed(8 + to",
+        "row address of lane .* not a multiple of 16",
+    ),
     # --- cp.async and the async proxy
     Fault(
         "cp.async is not fenced from wgmma",
@@ -478,7 +492,6 @@ SORTED = (
             "too few bytes announced",
             "too many bytes announced",
             "barriers are not fenced",
-            "warps are not synchronised",
             "the loaders are not synchronised",
             "a descriptor is shifted by 16 bytes",
         )

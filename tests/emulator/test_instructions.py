@@ -200,6 +200,18 @@ def test_votes_and_shuffles() -> None:
     assert torch.equal(result[64:], torch.full((32,), 1130, dtype=torch.int32))
 
 
+def test_additions_to_shared_memory() -> None:
+    body = """
+  for (int i = thread; i < 8; i += 64) ptx::store_shared(smem + 4 * i, 1000 * i);
+  ptx::sync_block();
+  ptx::add_shared(smem + 4 * (thread % 8), thread);
+  ptx::sync_block();
+  if (thread < 8) p.out[thread] = ptx::load_shared(smem + 4 * thread);"""
+    result = run(body, torch.zeros(1, dtype=torch.int32), 8, threads=64)
+    threads = torch.arange(64).view(8, 8)
+    assert torch.equal(result, (1000 * torch.arange(8) + threads.sum(0)).int())
+
+
 BOX = """
   alignas(64) const u64 map[16] = {reinterpret_cast<u64>(p.in), ROWS, 96, 192};
   const SmemAddress barrier = smem + 4096;
@@ -269,6 +281,17 @@ REPORTS = {
     "race": (
         "ptx::store_shared(smem, lane);",
         "overwrites what thread .* without having waited for it",
+    ),
+    "addition to nothing": ("ptx::add_shared(smem, 1);", "adds to bytes that nobody has written"),
+    "addition beside a store": (
+        "if (thread == 0) ptx::store_shared(smem, 0); ptx::sync_block();"
+        "if (thread == 0) ptx::store_shared(smem, 1); if (warp == 1) ptx::add_shared(smem, 1);",
+        "(adds to what thread 0 wrote|overwrites what thread .* added to) at .* without having",
+    ),
+    "sum read before all have added": (
+        "if (thread == 0) ptx::store_shared(smem, 0); ptx::sync_block();"
+        "ptx::add_shared(smem, 1); if (thread == 0) ptx::load_shared(smem);",
+        "reads what thread .* added to at .* without having|adds to bytes that thread 0 reads",
     ),
     "barrier bytes": (
         "ptx::mbarrier_init(smem + 64 * lane, 1); ptx::load_shared(smem + 64 * lane);",

@@ -15,10 +15,8 @@ inline constexpr int kBarrierBytes = 256;
 
 // Features that a warp stores at a time.
 inline constexpr int kWarpFeatures = 32;
-// Transposing buffer of the epilogue: 8 tokens x 32 features, rows of 64 + 16 bytes so that eight
-// rows lie in different banks; two, so that one store may still be read.
-inline constexpr int kStoreRowBytes = 2 * kWarpFeatures + 16;
-inline constexpr int kStoreBufferBytes = 8 * kStoreRowBytes;
+// Transposing buffer of the epilogue: 8 tokens x 32 features; two, so that one may still be read.
+inline constexpr int kStoreBufferBytes = 8 * 2 * kWarpFeatures;
 inline constexpr int kStoreBytesPerWarp = 2 * kStoreBufferBytes;
 
 struct DecodeConfig {

@@ -9,14 +9,24 @@
 
 namespace chord {
 
+// Where 16 bytes of a token lie in a transposing buffer whose tokens have kChunks times as much: in
+// lines of 128 bytes, in an order that puts the same chunk of eight tokens, as well as eight
+// neighbours of a line, into different banks.
+template <int kChunks>
+__forceinline__ int store_offset(int token, int chunk) {
+  constexpr int kTokensPerLine = 8 / kChunks;
+  const int line = token / kTokensPerLine;
+  return line * 128 + ((token % kTokensPerLine * kChunks + chunk) ^ line) * 16;
+}
+
 // Transposes four 8 x 8 matrices of BF16 through `buffer` (kStoreBufferBytes): register i of the
 // lanes is matrix i, features x tokens as the mma sums lie; lane 4 r + i receives the 8 features of
 // matrix i for token r. The caller alternates two buffers, which leaves one sync_warp a call.
 __forceinline__ U32x4 transpose_matrices(SmemAddress buffer, const u32 (&matrices)[4]) {
   const int lane = ptx::thread_idx() % 32;
-  ptx::store_matrix_x4_transposed(buffer + (lane % 8) * kStoreRowBytes + (lane / 8) * 16, matrices);
+  ptx::store_matrix_x4_transposed(buffer + store_offset<4>(lane % 8, lane / 8), matrices);
   ptx::sync_warp();
-  return ptx::load_shared_x4(buffer + (lane / 4) * kStoreRowBytes + (lane % 4) * 16);
+  return ptx::load_shared_x4(buffer + store_offset<4>(lane / 4, lane % 4));
 }
 
 // Stores 8 features of one row of `n`, none for row -1 and behind the last feature.
@@ -27,21 +37,50 @@ __forceinline__ void store_piece(U32x4 piece, void* out, int output_row, int fea
   }
 }
 
-// Stores 8 tokens x 32 features. `low` and `high` are the mma sums of features 0-15 and 16-31;
-// lanes 4 i to 4 i + 3 pass token i's output row (-1 for none), of which they write 64 bytes in a
-// piece.
+// The sums of 8 tokens and 32 features as matrices: `low` and `high` are those of features 0-15 and
+// 16-31.
+__forceinline__ void pack_sums(u32 (&matrices)[4], const float (&low)[4], const float (&high)[4]) {
+  matrices[0] = ptx::pack_bf16x2(low[0] * kUnscaleSum, low[1] * kUnscaleSum);
+  matrices[1] = ptx::pack_bf16x2(low[2] * kUnscaleSum, low[3] * kUnscaleSum);
+  matrices[2] = ptx::pack_bf16x2(high[0] * kUnscaleSum, high[1] * kUnscaleSum);
+  matrices[3] = ptx::pack_bf16x2(high[2] * kUnscaleSum, high[3] * kUnscaleSum);
+}
+
+// Stores 8 tokens x 32 features. Lanes 4 i to 4 i + 3 pass token i's output row (-1 for none), of
+// which they write 64 bytes in a piece.
 __forceinline__ void store_eight_tokens(SmemAddress buffer, const float (&low)[4],
                                         const float (&high)[4], void* out, int output_row,
                                         int first_feature, int n) {
   const int lane = ptx::thread_idx() % 32;
-  const u32 sums[4] = {
-      ptx::pack_bf16x2(low[0] * kUnscaleSum, low[1] * kUnscaleSum),
-      ptx::pack_bf16x2(low[2] * kUnscaleSum, low[3] * kUnscaleSum),
-      ptx::pack_bf16x2(high[0] * kUnscaleSum, high[1] * kUnscaleSum),
-      ptx::pack_bf16x2(high[2] * kUnscaleSum, high[3] * kUnscaleSum),
-  };
-  const U32x4 piece = transpose_matrices(buffer, sums);
+  u32 matrices[4];
+  pack_sums(matrices, low, high);
+  const U32x4 piece = transpose_matrices(buffer, matrices);
   store_piece(piece, out, output_row, first_feature + (lane % 4) * 8, n);
+}
+
+// Two neighbouring warps store what they hold of a tile together: 32 features each from
+// `first_feature` on (the first warp's), kEights times 8 tokens. Rows leave in whole lines of 128
+// bytes, which takes half the time of 64 bytes a row. Lanes 8 i to 8 i + 7 of the first (second)
+// warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: 2 * kStoreBytesPerWarp,
+// free again when the function returns; `barrier`: a named one of these 64 threads.
+template <int kEights>
+__forceinline__ void store_lines(const float (&sums)[2][kEights][4],
+                                 const int (&output_row)[kEights], SmemAddress buffers, int barrier,
+                                 void* out, int first_feature, int n) {
+  const int lane = ptx::thread_idx() % 32, half = ptx::thread_idx() / 32 % 2;
+  const SmemAddress to = buffers + store_offset<8>(lane % 8, 4 * half + lane / 8);
+  const SmemAddress from = buffers + store_offset<8>(4 * half + lane / 8, lane % 8);
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    const int buffer = eight % 2 * 2 * kStoreBufferBytes;
+    u32 matrices[4];
+    pack_sums(matrices, sums[0][eight], sums[1][eight]);
+    ptx::store_matrix_x4_transposed(to + buffer, matrices);
+    ptx::sync_named(barrier, 64);
+    const U32x4 piece = ptx::load_shared_x4(from + buffer);
+    store_piece(piece, out, output_row[eight], first_feature + (lane % 8) * 8, n);
+  }
+  ptx::sync_named(barrier, 64);
 }
 
 }  // namespace chord

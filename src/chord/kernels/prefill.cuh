@@ -67,6 +67,9 @@ class Prefill {
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
   static constexpr int kLoaderBarrier = 1;
+  static constexpr int kPairBarrier = 2;  // of the first two multiplying warps, and so on
+  // Warps store in pairs, whole lines at a time; with SwiGLU half of each row is left.
+  static constexpr bool kPairs = !kHasSwiglu<Addressing>;
   // Narrower tiles do not gain from turns, and the largest have no register for them.
   static constexpr int kTurnWidth = kConfig.block_m <= 128 ? 96 : 1000;
   static constexpr int kLoaderRegisters = kConfig.block_m > 128 ? 56 : 72;
@@ -500,7 +503,8 @@ class Prefill {
     int output_row[kWidth / 8];
 #pragma unroll
     for (int eight = 0; eight < kWidth / 8; ++eight) {
-      output_row[eight] = ptx::load_shared(row_note(at.stage, 8 * eight + lane() / 4));
+      const int token = kPairs ? warp() % 2 * 4 + lane() / 8 : lane() / 4;
+      output_row[eight] = ptx::load_shared(row_note(at.stage, 8 * eight + token));
     }
     release(at.stage);
     at.advance();
@@ -537,11 +541,17 @@ class Prefill {
   template <int kWidth>
   __forceinline__ void store_tile(const float (&sums)[2][kWidth / 8][4],
                                   const int (&output_row)[kWidth / 8], int feature_tile) {
-    const int first_feature = feature_tile * kConfig.tile_features() + warp() * kWarpFeatures;
-    const SmemAddress buffers = smem.store + warp() * kStoreBytesPerWarp;
-    store_sums<2>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
-    // The next tile begins with the first buffer again.
-    ptx::sync_warp();
+    const int group = kPairs ? 2 : 1;
+    const int first_warp = warp() / group * group;
+    const int first_feature = feature_tile * kConfig.tile_features() + first_warp * kWarpFeatures;
+    const SmemAddress buffers = smem.store + first_warp * kStoreBytesPerWarp;
+    if constexpr (kPairs) {
+      store_lines(sums, output_row, buffers, kPairBarrier + warp() / 2, p.out, first_feature, p.n);
+    } else {
+      store_sums<2>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
+      // The next tile begins with the first buffer again.
+      ptx::sync_warp();
+    }
   }
 
   SmemAddress weight_stage(int stage) const {

@@ -3,9 +3,11 @@
 // Work     Each block places its own share of the routes, in their order. To know where, it counts
 //          the routes of all experts before, in and after its share: reading all ids again costs
 //          less than a barrier of the grid, and no block has to be resident with another.
-// Warps    A warp counts and places 32 routes at a time; `match` finds the lanes of one expert, and
-//          the highest of them keeps the warp's own counter of it. So no atomics, and every route
-//          has its rank: same input, same order.
+//          What lies before and after is counted by additions to shared memory, in any order.
+// Warps    A warp ranks and places 32 of the block's own routes at a time; `match` finds the lanes
+//          of one expert, and the highest of them keeps the warp's own counter of it. So every
+//          route has its rank: same input, same order. `match` is slow (73 cycles a warp), which is
+//          why the others' routes go without, and why a block places few.
 // Result   Position p of the sorted order holds a route (token * top_k + slot). With block_m above
 //          1 each expert begins at a multiple of it, and what only fills blocks holds num_routes:
 //          the buffers of vLLM's moe_align_block_size. Routes of nobody have no position.
@@ -46,7 +48,8 @@ class Route {
  private:
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kExpertsPerThread = kMaxExperts / kThreads;
-  static constexpr int kUnroll = 4;  // ids that are on their way at a time
+  static constexpr int kUnroll = 4;         // ids that are on their way at a time
+  static constexpr int kOthersUnroll = 16;  // the same of other blocks' routes
 
   // Words of shared memory: a warp's counters, the places of the experts, sums of the warps.
   SmemAddress counter(int in_warp, int expert) const {
@@ -55,6 +58,9 @@ class Route {
   SmemAddress first_of(int expert) const { return counter(kWarps, expert); }
   SmemAddress end_of(int expert) const { return counter(kWarps + 1, expert); }
   SmemAddress warp_sum(int in_warp) const { return counter(kWarps + 2, in_warp); }
+  // Counts of other blocks' routes, in the words that hold the expert's places later.
+  SmemAddress before_of(int expert) const { return first_of(expert); }
+  SmemAddress after_of(int expert) const { return end_of(expert); }
 
  public:
   static constexpr int kSmemBytes = 4 * ((kWarps + 2) * kMaxExperts + kWarps);
@@ -65,21 +71,22 @@ class Route {
     ptx::let_kernel_after_begin();
     const int begin = min_of(ptx::block_idx() * p.share, p.num_routes);
     const int end = min_of(begin + p.share, p.num_routes);
-    clear_counters();
-    // Thread t owns experts 2 t and 2 t + 1.
-    int before[kExpertsPerThread] = {}, own[kExpertsPerThread], after[kExpertsPerThread] = {};
-    if (begin > 0) count_all(before, 0, begin);
-    if (end < p.num_routes) count_all(after, end, p.num_routes);
     // A warp's share lies in a piece, so that ranks go by warp.
     const int warp_share = round_up(ceil_div(end - begin, kWarps), 32);
     const int warp_begin = min_of(begin + warp * warp_share, end);
     const int warp_end = min_of(warp_begin + warp_share, end);
-    count(warp_begin, warp_end, 32);
+    const int warps = ceil_div(end - begin, max_of(warp_share, 1));
+    clear_counters();
+    count_own(warp_begin, warp_end);
+    const bool is_alone = begin == 0 && end == p.num_routes;
+    if (!is_alone) {
+      clear_others();
+      ptx::sync_block();
+      count_others(before_of(0), 0, begin);
+      count_others(after_of(0), end, p.num_routes);
+    }
     ptx::sync_block();
-    sum_counters(own, false);
-    int total[kExpertsPerThread];
-    for (int i = 0; i < kExpertsPerThread; ++i) total[i] = before[i] + own[i] + after[i];
-    const int used = place_experts(total, before);
+    const int used = place_experts(warps, is_alone);
     ptx::sync_block();
     place_routes(warp_begin, warp_end);
     if (ptx::block_idx() == 0) write_offsets(used);
@@ -106,16 +113,17 @@ class Route {
     return expert >= 0 && expert < p.num_experts ? expert : -1;
   }
 
-  // Calls visit(route, expert) for [begin, end), the warp's lanes side by side, then a stride on.
-  template <class Visit>
+  // Calls visit(route, expert) for [begin, end), the warp's lanes side by side, then a stride on;
+  // `kAtOnce` ids are on their way at a time.
+  template <int kAtOnce, class Visit>
   void for_each_route(int begin, int end, int stride, Visit&& visit) const {
 #pragma unroll 1
-    for (int first = begin; first < end; first += kUnroll * stride) {
-      int expert[kUnroll];
+    for (int first = begin; first < end; first += kAtOnce * stride) {
+      int expert[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) expert[i] = expert_of(first + i * stride + lane, end);
+      for (int i = 0; i < kAtOnce; ++i) expert[i] = expert_of(first + i * stride + lane, end);
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) visit(first + i * stride + lane, expert[i]);
+      for (int i = 0; i < kAtOnce; ++i) visit(first + i * stride + lane, expert[i]);
     }
   }
 
@@ -127,9 +135,17 @@ class Route {
     ptx::sync_warp();
   }
 
-  // Adds routes to the warp's counters, which are its own.
-  void count(int begin, int end, int stride) const {
-    for_each_route(begin, end, stride, [&](int, int expert) {
+  void clear_others() const {
+#pragma unroll 1
+    for (int expert = ptx::thread_idx(); expert < p.num_experts; expert += kThreads) {
+      ptx::store_shared(before_of(expert), 0);
+      ptx::store_shared(after_of(expert), 0);
+    }
+  }
+
+  // Adds the warp's routes to its counters.
+  void count_own(int begin, int end) const {
+    for_each_route<kUnroll>(begin, end, 32, [&](int, int expert) {
       const u32 same = ptx::match(expert);
       if (expert >= 0 && lane == ptx::highest_bit(same)) {
         const SmemAddress at = counter(warp, expert);
@@ -139,35 +155,31 @@ class Route {
     });
   }
 
-  // Counts [begin, end) with all warps; the thread receives the counts of its experts.
-  void count_all(int (&counts)[kExpertsPerThread], int begin, int end) const {
-    count(begin + 32 * warp, end, kThreads);
-    ptx::sync_block();
-    sum_counters(counts, true);
-    ptx::sync_block();
-  }
-
-  void sum_counters(int (&counts)[kExpertsPerThread], bool clear) const {
-#pragma unroll
-    for (int i = 0; i < kExpertsPerThread; ++i) {
-      counts[i] = 0;
-      if (expert_of_thread(i) >= p.num_experts) continue;
-#pragma unroll 4
-      for (int other = 0; other < kWarps; ++other) {
-        const SmemAddress at = counter(other, expert_of_thread(i));
-        counts[i] += static_cast<int>(ptx::load_shared(at));
-        if (clear) ptx::store_shared(at, 0);
-      }
-    }
+  // Adds routes to the counts at `counts`, with all warps.
+  void count_others(SmemAddress counts, int begin, int end) const {
+    for_each_route<kOthersUnroll>(begin + 32 * warp, end, kThreads, [&](int, int expert) {
+      if (expert >= 0) ptx::add_shared(counts + 4 * expert, 1);
+    });
   }
 
   // Turns counters into the next position of each warp and expert, and notes each expert's
-  // positions; returns the number of positions in use.
-  int place_experts(const int (&total)[kExpertsPerThread],
-                    const int (&before)[kExpertsPerThread]) const {
-    int padded[kExpertsPerThread], sum = 0;
+  // positions; returns the number of positions in use. Thread t has experts 2 t and 2 t + 1; the
+  // first `warps` warps have routes.
+  int place_experts(int warps, bool is_alone) const {
+    int before[kExpertsPerThread], total[kExpertsPerThread], padded[kExpertsPerThread], sum = 0;
 #pragma unroll
     for (int i = 0; i < kExpertsPerThread; ++i) {
+      const int expert = expert_of_thread(i);
+      before[i] = total[i] = padded[i] = 0;
+      if (expert >= p.num_experts) continue;
+      if (!is_alone) {
+        before[i] = static_cast<int>(ptx::load_shared(before_of(expert)));
+        total[i] = before[i] + static_cast<int>(ptx::load_shared(after_of(expert)));
+      }
+#pragma unroll 4
+      for (int other = 0; other < warps; ++other) {
+        total[i] += static_cast<int>(ptx::load_shared(counter(other, expert)));
+      }
       padded[i] = round_up(total[i], p.block_m);
       sum += padded[i];
     }
@@ -193,7 +205,7 @@ class Route {
       ptx::store_shared(end_of(expert), position + total[i]);
       int next = position + before[i];
 #pragma unroll 4
-      for (int other = 0; other < kWarps; ++other) {
+      for (int other = 0; other < warps; ++other) {
         const SmemAddress at = counter(other, expert);
         const int count = static_cast<int>(ptx::load_shared(at));
         ptx::store_shared(at, next);
@@ -205,7 +217,7 @@ class Route {
   }
 
   void place_routes(int begin, int end) const {
-    for_each_route(begin, end, 32, [&](int route, int expert) {
+    for_each_route<kUnroll>(begin, end, 32, [&](int route, int expert) {
       const u32 same = ptx::match(expert);
       int position = -1;
       if (expert >= 0) {

@@ -35,7 +35,7 @@ from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts, check_packed
 
 MAX_ROUTES = 131072
-_SHARE = 2048  # routes that a block of the route kernel places, while there are multiprocessors
+_SHARE = 512  # routes that a block of the route kernel places, while there are multiprocessors
 _ALIGNMENT = 256
 _LOG2_E = math.log2(math.e)
 MAX_CONSTANT = 1e38  # of the activation: times log2(e) it still is a number of FP32

@@ -105,6 +105,21 @@ void write_shared(std::uint32_t address, const void* value, int bytes, Where whe
   std::memcpy(shared.at(address), value, bytes);
 }
 
+void add_shared(std::uint32_t address, std::uint32_t value, Where where) {
+  touch();
+  SharedMemory& shared = self->block->shared;
+  if (std::string why = shared.reject(address, 4, 4); !why.empty()) fail(where, "adds to " + why);
+  const Epoch adder{static_cast<std::uint16_t>(self->index), place_of(where), self->clock()};
+  Granule& granule = shared.granule(address);
+  std::string why = shared.reject_add(granule, self->knowledge.seen, self->block->slots);
+  if (!why.empty()) fail(where, why);
+  shared.note_add(granule, adder);
+  std::uint32_t sum;
+  std::memcpy(&sum, shared.at(address), sizeof sum);
+  sum += value;
+  std::memcpy(shared.at(address), &sum, sizeof sum);
+}
+
 void check_input(const void* address, std::uint64_t bytes, std::uint64_t alignment,
                  const char* action, Where where) {
   std::string why;

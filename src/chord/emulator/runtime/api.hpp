@@ -28,6 +28,7 @@ void trap(Where where);
 // access.cpp
 void read_shared(std::uint32_t address, void* value, int bytes, Where where);
 void write_shared(std::uint32_t address, const void* value, int bytes, Where where);
+void add_shared(std::uint32_t address, std::uint32_t value, Where where);
 void read_global(const void* address, void* value, int bytes, Where where);
 void write_global(void* address, const void* value, int bytes, Where where);
 void write_partial(void* address, const void* value, int bytes, Where where);

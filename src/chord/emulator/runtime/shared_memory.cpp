@@ -33,19 +33,43 @@ std::string SharedMemory::reject(std::uint32_t address, int count, int alignment
   return {};
 }
 
+std::string SharedMemory::reject_unfinished(const Granule& granule, const char* action) {
+  const Epoch& write = granule.write;
+  if (write.slot == kUninitialised) return std::string(action) + " bytes that nobody has written";
+  if (write.slot == kInFlight) {
+    return std::string(action) + " bytes of a copy that is still in flight, issued at " +
+           place_text(write.place);
+  }
+  if (write.slot != kBarrier) return {};
+  return std::string(action) + " the bytes of a barrier set up at " + place_text(write.place);
+}
+
 std::string SharedMemory::reject_read(const Granule& granule, const std::vector<Clock>& known,
                                       const Slots& slots) const {
+  if (std::string why = reject_unfinished(granule, "reads"); !why.empty()) return why;
   const Epoch& write = granule.write;
-  if (write.slot < kFirstSpecial) {
-    if (known[write.slot] >= write.clock) return {};
+  if (known[write.slot] < write.clock) {
     return "reads what " + slot_text(slots, write.slot) + " wrote at " + place_text(write.place) +
            " without having waited for it";
   }
-  if (write.slot == kUninitialised) return "reads bytes that nobody has written";
-  if (write.slot == kInFlight) {
-    return "reads bytes of a copy that is still in flight, issued at " + place_text(write.place);
+  const Epoch* adder = first_unseen(granule.adders, known);
+  if (adder == nullptr) return {};
+  return "reads what " + slot_text(slots, adder->slot) + " added to at " +
+         place_text(adder->place) + " without having waited for it";
+}
+
+std::string SharedMemory::reject_add(const Granule& granule, const std::vector<Clock>& known,
+                                     const Slots& slots) const {
+  if (std::string why = reject_unfinished(granule, "adds to"); !why.empty()) return why;
+  const Epoch& write = granule.write;
+  if (known[write.slot] < write.clock) {
+    return "adds to what " + slot_text(slots, write.slot) + " wrote at " + place_text(write.place) +
+           " without having waited for it";
   }
-  return "reads the bytes of a barrier set up at " + place_text(write.place);
+  const Epoch* reader = first_unseen_reader(granule, known);
+  if (reader == nullptr) return {};
+  return "adds to bytes that " + slot_text(slots, reader->slot) + " reads at " +
+         place_text(reader->place) + " and has not released";
 }
 
 std::string SharedMemory::reject_write(const Granule& granule, const Thread& writer,
@@ -69,21 +93,31 @@ std::string SharedMemory::reject_write(const Granule& granule, const Thread& wri
              place_text(write.place) + " without fence_proxy_async between";
     }
   }
-  auto unseen = [&](const Epoch& reader) { return known.seen[reader.slot] < reader.clock; };
-  auto reason = [&](const Epoch& reader) {
-    return "overwrites bytes that " + slot_text(slots, reader.slot) + " reads at " +
-           place_text(reader.place) + " and has not released";
-  };
+  if (const Epoch* adder = first_unseen(granule.adders, known.seen); adder != nullptr) {
+    return "overwrites what " + slot_text(slots, adder->slot) + " added to at " +
+           place_text(adder->place) + " without having waited for it";
+  }
+  const Epoch* reader = first_unseen_reader(granule, known.seen);
+  if (reader == nullptr) return {};
+  return "overwrites bytes that " + slot_text(slots, reader->slot) + " reads at " +
+         place_text(reader->place) + " and has not released";
+}
+
+const Epoch* SharedMemory::first_unseen(std::uint32_t list, const std::vector<Clock>& known) const {
+  for (const Epoch& epoch : lists_[list]) {
+    if (known[epoch.slot] < epoch.clock) return &epoch;
+  }
+  return nullptr;
+}
+
+const Epoch* SharedMemory::first_unseen_reader(const Granule& granule,
+                                               const std::vector<Clock>& known) const {
   const int inline_count = granule.reader_count < 2 ? granule.reader_count : 2;
   for (int i = 0; i < inline_count; ++i) {
-    if (unseen(granule.readers[i])) return reason(granule.readers[i]);
+    const Epoch& reader = granule.readers[i];
+    if (known[reader.slot] < reader.clock) return &reader;
   }
-  if (granule.more_readers != 0) {
-    for (const Epoch& reader : lists_[granule.more_readers]) {
-      if (unseen(reader)) return reason(reader);
-    }
-  }
-  return {};
+  return first_unseen(granule.more_readers, known);
 }
 
 void SharedMemory::note_read(Granule& granule, Epoch reader) {
@@ -98,33 +132,43 @@ void SharedMemory::note_read(Granule& granule, Epoch reader) {
     granule.readers[granule.reader_count++] = reader;
     return;
   }
-  if (granule.more_readers == 0) {
+  insert(granule.more_readers, reader);
+}
+
+void SharedMemory::note_add(Granule& granule, Epoch adder) { insert(granule.adders, adder); }
+
+void SharedMemory::note_write(Granule& granule, Epoch writer) {
+  clear(granule.more_readers);
+  clear(granule.adders);
+  granule.reader_count = 0;
+  granule.write = writer;
+}
+
+// Lists are numbered from 1; the first stays empty, for granules that have none.
+void SharedMemory::insert(std::uint32_t& list, Epoch epoch) {
+  if (list == 0) {
     if (free_lists_.empty()) {
-      granule.more_readers = static_cast<std::uint32_t>(lists_.size());
+      list = static_cast<std::uint32_t>(lists_.size());
       lists_.emplace_back();
     } else {
-      granule.more_readers = free_lists_.back();
+      list = free_lists_.back();
       free_lists_.pop_back();
     }
   }
-  std::vector<Epoch>& list = lists_[granule.more_readers];
-  for (Epoch& other : list) {
-    if (other.slot == reader.slot) {
-      other = reader;
+  for (Epoch& other : lists_[list]) {
+    if (other.slot == epoch.slot) {
+      other = epoch;
       return;
     }
   }
-  list.push_back(reader);
+  lists_[list].push_back(epoch);
 }
 
-void SharedMemory::note_write(Granule& granule, Epoch writer) {
-  if (granule.more_readers != 0) {
-    lists_[granule.more_readers].clear();
-    free_lists_.push_back(granule.more_readers);
-    granule.more_readers = 0;
-  }
-  granule.reader_count = 0;
-  granule.write = writer;
+void SharedMemory::clear(std::uint32_t& list) {
+  if (list == 0) return;
+  lists_[list].clear();
+  free_lists_.push_back(list);
+  list = 0;
 }
 
 }  // namespace chord::emulator

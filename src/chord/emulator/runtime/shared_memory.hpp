@@ -28,6 +28,7 @@ struct Granule {
   Epoch readers[2];
   std::uint32_t reader_count = 0;
   std::uint32_t more_readers = 0;  // index of a list, 0 for none
+  std::uint32_t adders = 0;        // of additions since the write; likewise
 };
 
 // The shared window starts here, as on the card, where the first KiB is the system's.
@@ -50,10 +51,23 @@ class SharedMemory {
   std::string reject_write(const Granule& granule, const Thread& writer, bool by_async_proxy,
                            const Slots& slots) const;
 
+  // Additions do not wait for each other.
+  std::string reject_add(const Granule& granule, const std::vector<Clock>& known,
+                         const Slots& slots) const;
+
   void note_read(Granule& granule, Epoch reader);
+  void note_add(Granule& granule, Epoch adder);
   void note_write(Granule& granule, Epoch writer);
 
  private:
+  // Why `action` cannot be done to bytes that are not there, or not data.
+  static std::string reject_unfinished(const Granule& granule, const char* action);
+  // The first of a list that `known` has not seen, or null.
+  const Epoch* first_unseen(std::uint32_t list, const std::vector<Clock>& known) const;
+  const Epoch* first_unseen_reader(const Granule& granule, const std::vector<Clock>& known) const;
+  void insert(std::uint32_t& list, Epoch epoch);
+  void clear(std::uint32_t& list);
+
   std::vector<unsigned char> bytes_;
   std::vector<Granule> granules_;
   std::vector<std::vector<Epoch>> lists_;

@@ -37,8 +37,8 @@ struct RoutedGateUpParams {
 };
 static_assert(sizeof(RoutedGateUpParams) == 56, "RoutedGateUpParams must match jit/params.py");
 
-// gate_up: out has half as many features as the weight. `kWeighted`: gate and up are multiplied with
-// the router's weight first. Few models want that, and its code would be a fifth of the epilogue's.
+// gate_up: out has half as many features as the weight. `kWeighted`: gate and up are multiplied
+// with the router's weight first. Few models want that, and its code is a fifth of the kernel's.
 template <bool kWeighted>
 struct RoutedGateUpRows : RoutedRows<RoutedGateUpParams> {
   static constexpr Awaits kAwaits = Awaits::kRouting;

@@ -48,6 +48,11 @@ __forceinline__ void store_shared_x4(SmemAddress address, U32x4 v) {
                : "memory");
 }
 
+// Adds for all threads at once, in any order: what it gives is to be read after a barrier.
+__forceinline__ void add_shared(SmemAddress address, u32 value) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 pass the row addresses of matrix i.
 // Lane l receives elements (row l / 4, columns 2 (l % 4) and + 1) of matrix i in register i.
 __forceinline__ void load_matrix_x4(u32 (&r)[4], SmemAddress row) {

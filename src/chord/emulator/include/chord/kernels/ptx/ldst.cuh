@@ -41,6 +41,11 @@ inline void store_shared_x4(SmemAddress address, U32x4 v,
   emulator::write_shared(address, &v, 16, where);
 }
 
+inline void add_shared(SmemAddress address, u32 value,
+                       emulator::Where where = emulator::Where::current()) {
+  emulator::add_shared(address, value, where);
+}
+
 inline void load_matrix_x4(u32 (&r)[4], SmemAddress row,
                            emulator::Where where = emulator::Where::current()) {
   emulator::load_matrix_x4(r, row, where);
