@@ -1,4 +1,4 @@
-"""What chord.fused_moe hands to its four kernels on a GPU: addresses, part by part.
+"""What chord.fused_moe hands to its kernels on a GPU: addresses, part by part.
 
 Tensors that say they are on CUDA, and launchers that note their parameters, stand in for the card.
 """
@@ -16,8 +16,8 @@ import cases
 import chord
 from chord import device as devices
 from chord.jit import launch as launching
-from chord.jit.params import COMBINE, ROUTE
-from chord.ops import layer
+from chord.jit.params import COMBINE, COUNT, ROUTE
+from chord.ops import layer, route
 from on_card import OnCard
 
 E, HIDDEN, MIDDLE, TOP_K, TOKENS = 6, 128, 64, 2, 10
@@ -41,8 +41,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
 
     facts = SimpleNamespace(**vars(devices.known("h200")))
     monkeypatch.setattr(devices, "facts_of", lambda index: facts)
-    names = {ROUTE: "route", COMBINE: "combine"}
-    monkeypatch.setattr(layer, "fixed_launcher", lambda kernel, index: noting(names[kernel]))
+    names = {COUNT: "count", ROUTE: "route", COMBINE: "combine"}
+    for module in (layer, route):
+        monkeypatch.setattr(module, "fixed_launcher", lambda kernel, index: noting(names[kernel]))
     monkeypatch.setattr(launching, "launcher", lambda key: noting(key.addressing))
     monkeypatch.setattr(launching, "map_of_rows", lambda key, address, rows, k: (address, rows, k))
     monkeypatch.setattr(launching, "current_device", lambda: 0)
@@ -88,9 +89,9 @@ def test_every_part_gets_its_own_tokens(
     space = layer.space_for(TOKENS, TOP_K, E, HIDDEN, MIDDLE)
     middle, rows = at["workspace"] + space.middle, at["workspace"] + space.rows
     for number, (first, last) in enumerate(parts):
-        route, gate_up, down, combine = (values for _, values in launched[4 * number :][:4])
-        assert route[:2] == (at["topk_ids"] + 8 * TOP_K * first, at["expert_map"])
-        assert route[9] == (last - first) * TOP_K
+        sort, gate_up, down, combine = (values for _, values in launched[4 * number :][:4])
+        assert sort[:2] == (at["topk_ids"] + 8 * TOP_K * first, at["expert_map"])
+        assert sort[4] == (last - first) * TOP_K
         assert gate_up[:3] == (at["hidden"] + 2 * HIDDEN * first, at["w13"], middle)
         assert down[:3] == (middle, at["w2"], rows)
         weights = at["topk_weights"] + 2 * TOP_K * first
@@ -98,6 +99,33 @@ def test_every_part_gets_its_own_tokens(
         assert combine[:3] == (rows, at["workspace"] + space.positions, 0 if on_input else weights)
         assert combine[4] == at["out"] + 2 * HIDDEN * first
     assert launched[: 4 * len(parts)] == launched[4 * len(parts) :]
+
+
+def test_many_routes_are_counted_first(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(route, "_ALONE", 4)
+    monkeypatch.setattr(route, "_SHARE", 7)
+    chord.fused_moe(**call)
+    (first, count), (second, sort) = launched[:2]
+    assert (first, second) == ("count", "route")
+    assert count[:8] == sort[:8]
+    assert count[7] == 7  # 20 routes, three blocks
+    rows = layer.space_for(TOKENS, TOP_K, E, HIDDEN, MIDDLE).rows
+    assert count[8] == sort[8] == call["workspace"].data.data_ptr() + rows
+
+
+@pytest.mark.parametrize("num_experts", [1, 48, 1024])
+@pytest.mark.parametrize("hidden", [32, 7168])
+def test_counts_fit_where_rows_will_lie(num_experts: int, hidden: int) -> None:
+    for num_routes in (1, 1024, 1025, 1026, 5000, 67_584, layer.MAX_ROUTES):
+        blocks, share = route.grid(num_routes, 132)
+        assert blocks * share >= num_routes > (blocks - 1) * share
+        assert blocks <= 132
+        assert 4 * route.num_counts(num_routes, num_experts, 132) <= 2 * num_routes * hidden
+    assert route.grid(0, 132) == (1, 0)
 
 
 def test_what_lies_in_the_way_is_seen_in_a_warm_call_too(

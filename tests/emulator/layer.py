@@ -21,7 +21,7 @@ from chord.emulator.runner import (
     run_program,
     scratch_of,
 )
-from chord.jit.params import COMBINE, ROUTE, WEIGHT_TYPES, FixedKernel, addressing_layout
+from chord.jit.params import COMBINE, COUNT, ROUTE, WEIGHT_TYPES, FixedKernel, addressing_layout
 from chord.jit.source import ENTRY, render
 from chord.plan.config import Config
 from chord.weights import PackedExperts
@@ -64,8 +64,11 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     """Launch a fixed kernel; return copies of its outputs, by name."""
     uses = dict.fromkeys(outputs, OUTPUT) | dict.fromkeys(awaited, AWAITED)
+    names = {name for name, _ in kernel.fields}
     tensors = {
-        name: alone(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+        name: alone(value)
+        for name, value in values.items()
+        if name in names and isinstance(value, torch.Tensor)
     }
     packed = []
     for name, kind in kernel.fields:
@@ -107,6 +110,7 @@ def route(
     values: dict[str, torch.Tensor | int] = {
         "ids": ids.flatten() if num_routes else 0,
         "expert_map": 0 if expert_map is None else expert_map,
+        "counts": 0,
         "offsets": empty(num_experts + 1),
         "routes": empty(capacity) if capacity else 0,
         "positions": empty(num_routes) if num_routes else 0,
@@ -124,6 +128,9 @@ def route(
         "reserved": 0,
     }
     names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded")
+    if num_blocks > 1:
+        values["counts"] = empty(num_blocks * num_experts)
+        values["counts"] = _run(COUNT, values, ("counts",), num_blocks, seed, flavour)["counts"]
     made = _run(ROUTE, values, names, num_blocks, seed, flavour)
     return Sorted(*(made.get(name, torch.empty(0, dtype=torch.int32)) for name in names))
 

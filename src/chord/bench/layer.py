@@ -37,6 +37,7 @@ _HOST_CALLS = 60
 _HEADERS = (
     "addressing/routed.cuh",
     "combine.cuh",
+    "count.cuh",
     "decode.cuh",
     "prefill.cuh",
     "route.cuh",

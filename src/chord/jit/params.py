@@ -217,25 +217,38 @@ ROUTE_THREADS = 512
 ROUTE_MAX_EXPERTS = 1024
 _ROUTE_WARPS = ROUTE_THREADS // 32
 
+_ROUTE_IDS = (
+    ("ids", "pointer"),
+    ("expert_map", "pointer"),
+    ("ids_are_64bit", "int"),
+    ("map_is_64bit", "int"),
+    ("num_routes", "int"),
+    ("num_ids", "int"),
+    ("num_experts", "int"),
+    ("share", "int"),
+)
+
+COUNT = FixedKernel(
+    name="count",
+    fields=(*_ROUTE_IDS, ("counts", "pointer")),
+    num_threads=ROUTE_THREADS,
+    shared_bytes=4 * ROUTE_MAX_EXPERTS,
+    is_stage=False,
+)
+
 ROUTE = FixedKernel(
     name="route",
     fields=(
-        ("ids", "pointer"),
-        ("expert_map", "pointer"),
+        *_ROUTE_IDS,
+        ("counts", "pointer"),
         ("offsets", "pointer"),
         ("routes", "pointer"),
         ("positions", "pointer"),
         ("block_experts", "pointer"),
         ("num_rows_padded", "pointer"),
-        ("ids_are_64bit", "int"),
-        ("map_is_64bit", "int"),
-        ("num_routes", "int"),
-        ("num_ids", "int"),
-        ("num_experts", "int"),
         ("block_m", "int"),
         ("capacity", "int"),
         ("num_blocks", "int"),
-        ("share", "int"),
         ("reserved", "int"),
     ),
     num_threads=ROUTE_THREADS,
@@ -262,4 +275,4 @@ COMBINE = FixedKernel(
     is_stage=True,
 )
 
-FIXED_KERNELS = (ROUTE, COMBINE)
+FIXED_KERNELS = (COUNT, ROUTE, COMBINE)

@@ -1,4 +1,4 @@
-"""`chord.align`: the buffers of vLLM's `moe_align_block_size`, by one kernel."""
+"""`chord.align`: the buffers of vLLM's `moe_align_block_size`, by the layer's own sort."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from chord import routing
 from chord.arguments import check_tensor, whole_number
 from chord.errors import InputError
 from chord.jit import launch as launching
-from chord.jit.fixed import fixed_launcher
-from chord.jit.params import ROUTE, ROUTE_MAX_EXPERTS
-from chord.ops import checks
-from chord.ops.layer import route_grid
+from chord.jit.params import ROUTE_MAX_EXPERTS
+from chord.ops import checks, route
 
 _INT_LIMIT = 1 << 31
 
@@ -26,7 +24,7 @@ def align(
 ) -> routing.Indexed:
     """Sort routes by expert and pad each expert to whole blocks, for `chord.indexed`.
 
-    On a CUDA GPU this is one launch of the kernel that `chord.fused_moe` sorts with; elsewhere
+    On a CUDA GPU by the one or two kernels that `chord.fused_moe` sorts with; elsewhere
     `chord.routing.align`, which gives the same buffers. Nothing waits for the device, so ids are
     not validated there, and one that is no expert's counts as -1; on the CPU it is refused.
 
@@ -109,32 +107,29 @@ def _launch(
 ) -> routing.Indexed:
     index = topk_ids.get_device()
     num_routes, num_blocks = topk_ids.numel(), -(-capacity // block_m)
-    sizes = (capacity, num_blocks, 1)
-    where = topk_ids.device
-    ids, experts, used = (torch.empty(size, dtype=torch.int32, device=where) for size in sizes)
-    blocks, share = route_grid(num_routes, devices.facts_of(index).num_sms)
+    num_sms = devices.facts_of(index).num_sms
+    num_counts = route.num_counts(num_routes, num_experts, num_sms)
+    ids, experts, used, counts = (
+        torch.empty(size, dtype=torch.int32, device=topk_ids.device)
+        for size in (capacity, num_blocks, 1, num_counts)
+    )
+    who = route.RouteIds(
+        ids=topk_ids.data_ptr(),
+        expert_map=0 if expert_map is None else expert_map.data_ptr(),
+        wide_ids=int(topk_ids.dtype is torch.int64),
+        wide_map=int(expert_map is not None and expert_map.dtype is torch.int64),
+        num_routes=num_routes,
+        num_ids=num_experts,
+        num_experts=num_experts,
+    )
     with torch.cuda.device(index):
-        fixed_launcher(ROUTE, index).launch(
+        route.launch(
+            index,
             launching.current_stream(index),
-            blocks,
-            (
-                topk_ids.data_ptr(),
-                0 if expert_map is None else expert_map.data_ptr(),
-                0,
-                ids.data_ptr(),
-                0,
-                experts.data_ptr(),
-                used.data_ptr(),
-                int(topk_ids.dtype is torch.int64),
-                int(expert_map is not None and expert_map.dtype is torch.int64),
-                num_routes,
-                num_experts,
-                num_experts,
-                block_m,
-                capacity,
-                num_blocks,
-                share,
-                0,
-            ),
+            who,
+            num_sms,
+            counts.data_ptr(),
+            (0, ids.data_ptr(), 0, experts.data_ptr(), used.data_ptr()),
+            (block_m, capacity, num_blocks),
         )
     return routing.Indexed(ids, experts, used, topk_ids.shape[1], block_m)

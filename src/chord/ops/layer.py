@@ -1,4 +1,4 @@
-"""The whole routed layer below its public name: check once, plan, launch four kernels on a stream.
+"""The whole routed layer below its public name: check once, plan, launch the stages on a stream.
 
     route     ids [T, top_k] -> the routes sorted by expert
     gate_up   gathers tokens, multiplies, applies SwiGLU: [R, I] in the order of the sort
@@ -27,15 +27,14 @@ from chord.errors import InputError, UnsupportedError
 from chord.jit import launch as launching
 from chord.jit.fixed import fixed_launcher
 from chord.jit.launch import KernelKey
-from chord.jit.params import COMBINE, COMBINE_THREADS, ROUTE, WEIGHT_TYPES
-from chord.ops import checks
+from chord.jit.params import COMBINE, COMBINE_THREADS, WEIGHT_TYPES
+from chord.ops import checks, route
 from chord.ops.grouped_gemm import choose, refuse_problem
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
 from chord.weights.packed import PackedExperts, check_packed
 
 MAX_ROUTES = 131072
-_SHARE = 512  # routes that a block of the route kernel places, while there are multiprocessors
 _ALIGNMENT = 256
 _LOG2_E = math.log2(math.e)
 MAX_CONSTANT = 1e38  # of the activation: times log2(e) it still is a number of FP32
@@ -133,12 +132,6 @@ def space_for(num_tokens: int, top_k: int, num_experts: int, hidden: int, middle
     )
     ends = itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     return Space(0, *ends)
-
-
-def route_grid(num_routes: int, num_sms: int) -> tuple[int, int]:
-    """Return blocks of the route kernel's grid, and the routes that each of them places."""
-    blocks = max(1, min(-(-num_routes // _SHARE), num_sms))
-    return blocks, -(-num_routes // blocks)
 
 
 def _tokens_at_once(top_k: int) -> int:
@@ -272,7 +265,7 @@ def _launch(
             _launch(layer, call, kernels, pointers)
         return
     # All kernels are there before the first is launched: half a layer would be left otherwise.
-    route, combine = fixed_launcher(ROUTE, index), fixed_launcher(COMBINE, index)
+    combine = fixed_launcher(COMBINE, index)
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
     gate_up_scratch, down_scratch = gate_up.scratch_pointers(stream), down.scratch_pointers(stream)
@@ -294,12 +287,16 @@ def _launch(
     for start in range(0, call.num_tokens, call.tokens_at_once):
         tokens = min(call.tokens_at_once, call.num_tokens - start)
         first, count = start * top_k, tokens * top_k
-        blocks, share = route_grid(count, call.num_sms)
         # fmt: off
-        route.launch(stream, blocks, (
-            ids + first * id_bytes, expert_map, offsets, routes, positions, 0, 0,
-            call.wide_ids, call.wide_map, count, call.num_ids, num_experts, 1, count, 0, share, 0,
-        ))
+        who = route.RouteIds(
+            ids + first * id_bytes, expert_map, call.wide_ids, call.wide_map,
+            count, call.num_ids, num_experts,
+        )
+        # Counts lie where down's rows will: at most 8 bytes a route, and 4 KiB.
+        route.launch(
+            index, stream, who, call.num_sms, rows, (offsets, routes, positions, 0, 0),
+            (1, count, 0),
+        )
         part_weights = weights + first * weight_bytes
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
         gate_up.launch(stream, (

@@ -33,7 +33,7 @@ import chord
 from chord.integrations.vllm import warmup
 from chord.jit.launch import KernelKey
 from chord.jit.params import FixedKernel
-from chord.ops import grouped_gemm, layer
+from chord.ops import grouped_gemm, layer, route
 from chord.plan.config import shipped_archs
 from chord.plan.problem import GemmProblem
 from chord.weights.layout import buffer_shape
@@ -212,7 +212,7 @@ class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
 
     interleave_gate_up: ClassVar[bool] = True
-    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = (layer.ROUTE, layer.COMBINE)
+    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = (*route.KERNELS, layer.COMBINE)
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
