@@ -195,13 +195,6 @@ BOTH = (
         f"overwrites bytes that .* {_UNRELEASED}|overwrites what",
     ),
     Fault(
-        "out is written beyond n",
-        "epilogue.cuh",
-        "output_row >= 0 && feature < n",
-        "output_row >= 0",
-        "has stored before|outside every tensor",
-    ),
-    Fault(
         "every block does all tiles",
         "ptx/sync.cuh",
         "inline int grid_dim() { return emulator::block_count(); }\n",
@@ -220,6 +213,13 @@ BOTH = (
 
 DECODE = (
     *BOTH,
+    Fault(
+        "out is written beyond n",
+        "epilogue.cuh",
+        "output_row >= 0 && feature < n",
+        "output_row >= 0",
+        "has stored before|outside every tensor",
+    ),
     Fault(
         "warps are not synchronised",
         "ptx/sync.cuh",
@@ -309,11 +309,18 @@ DECODE = (
 PREFILL = (
     *BOTH,
     Fault(
+        "out is written beyond n",
+        "epilogue.cuh",
+        "row >= 0 && feature < n, output_address",
+        "row >= 0, output_address",
+        "has stored before|outside every tensor",
+    ),
+    Fault(
         "pairs of warps do not wait for each other's matrices",
         "epilogue.cuh",
-        "ptx::sync_named(barrier, 64);\n    const U32x4",
-        "const U32x4",
-        "reads what a matrix store of warp",
+        "ptx::sync_named(barrier, 64); const int row",
+        "const int row",
+        "reads what a matrix store of warp|overwrites|nobody has written",
     ),
     Fault(
         "misaligned matrix store",

@@ -29,11 +29,16 @@ __forceinline__ U32x4 transpose_matrices(SmemAddress buffer, const u32 (&matrice
   return ptx::load_shared_x4(buffer + store_offset<4>(lane / 4, lane % 4));
 }
 
+// Where a feature of a row of `n` lies; of a row -1 nowhere.
+__forceinline__ char* output_address(void* out, int output_row, int feature, int n) {
+  const u64 row = static_cast<u64>(static_cast<u32>(output_row)) * static_cast<u32>(2 * n);
+  return static_cast<char*>(out) + 2 * feature + row;
+}
+
 // Stores 8 features of one row of `n`, none for row -1 and behind the last feature.
 __forceinline__ void store_piece(U32x4 piece, void* out, int output_row, int feature, int n) {
   if (output_row >= 0 && feature < n) {
-    const i64 offset = (static_cast<i64>(output_row) * n + feature) * 2;
-    ptx::store_global_x4(static_cast<char*>(out) + offset, piece);
+    ptx::store_global_x4(output_address(out, output_row, feature, n), piece);
   }
 }
 
@@ -58,11 +63,13 @@ __forceinline__ void store_eight_tokens(SmemAddress buffer, const float (&low)[4
   store_piece(piece, out, output_row, first_feature + (lane % 4) * 8, n);
 }
 
+inline constexpr int kPairBufferBytes = 2 * kStoreBufferBytes;
+
 // Two neighbouring warps store what they hold of a tile together: 32 features each from
 // `first_feature` on (the first warp's), kEights times 8 tokens. Rows leave in whole lines of 128
-// bytes, which takes half the time of 64 bytes a row. Lanes 8 i to 8 i + 7 of the first (second)
-// warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: 2 * kStoreBytesPerWarp,
-// free again when the function returns; `barrier`: a named one of these 64 threads.
+// bytes, and a store is issued while the next matrices are on their way. Lanes 8 i to 8 i + 7 of
+// the first (second) warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: 2 *
+// kStoreBytesPerWarp, free again when the function returns; `barrier`: a named one of the 64.
 template <int kEights>
 __forceinline__ void store_lines(const float (&sums)[2][kEights][4],
                                  const int (&output_row)[kEights], SmemAddress buffers, int barrier,
@@ -70,17 +77,21 @@ __forceinline__ void store_lines(const float (&sums)[2][kEights][4],
   const int lane = ptx::thread_idx() % 32, half = ptx::thread_idx() / 32 % 2;
   const SmemAddress to = buffers + store_offset<8>(lane % 8, 4 * half + lane / 8);
   const SmemAddress from = buffers + store_offset<8>(4 * half + lane / 8, lane % 8);
-#pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) {
-    const int buffer = eight % 2 * 2 * kStoreBufferBytes;
+  const auto leave_matrices = [&](int eight) {
     u32 matrices[4];
     pack_sums(matrices, sums[0][eight], sums[1][eight]);
-    ptx::store_matrix_x4_transposed(to + buffer, matrices);
-    ptx::sync_named(barrier, 64);
-    const U32x4 piece = ptx::load_shared_x4(from + buffer);
-    store_piece(piece, out, output_row[eight], first_feature + (lane % 8) * 8, n);
-  }
+    ptx::store_matrix_x4_transposed(to + eight % 2 * kPairBufferBytes, matrices);
+  };
+  leave_matrices(0);
   ptx::sync_named(barrier, 64);
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    const U32x4 piece = ptx::load_shared_x4(from + eight % 2 * kPairBufferBytes);
+    if (eight + 1 < kEights) leave_matrices(eight + 1);
+    ptx::sync_named(barrier, 64);
+    const int row = output_row[eight], feature = first_feature + (lane % 8) * 8;
+    ptx::store_global_x4_if(row >= 0 && feature < n, output_address(out, row, feature, n), piece);
+  }
 }
 
 }  // namespace chord

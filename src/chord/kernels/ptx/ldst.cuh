@@ -123,6 +123,18 @@ __forceinline__ void store_global_x4(void* address, U32x4 v) {
                : "memory");
 }
 
+// A store with a condition, which leaves no branch: what follows can be issued meanwhile.
+__forceinline__ void store_global_x4_if(bool condition, void* address, U32x4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+      "}\n" ::"r"(static_cast<u32>(condition)),
+      "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
 // Partial sums that another block reads, each word for itself as soon as it is there.
 __forceinline__ void store_partial(void* address, F32x4 v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x),
