@@ -10,7 +10,12 @@ namespace chord {
 // Runs of one expert that a launch can hold: at least the number of local experts with rows.
 inline constexpr int kMaxSegments = 512;
 inline constexpr int kSegmentTableBytes = 3 * kMaxSegments * 4 + 16;
+// Of schedule.cuh: two counts a warp; where tiles are sorted by their length, at most 24 times 8
+// rows, a count of each length in each 32 segments.
 inline constexpr int kScheduleScratchBytes = 160;
+inline constexpr int kMaxTileEights = 24;
+inline constexpr int kSegmentChunks = ceil_div(kMaxSegments, 32);
+inline constexpr int kSortScratchBytes = 4 * kMaxTileEights * kSegmentChunks;
 inline constexpr int kBarrierBytes = 256;
 
 // Features that a warp stores at a time.
@@ -67,7 +72,7 @@ struct PrefillConfig {
   constexpr int row_table_bytes() const { return 8 * block_m; }
   constexpr int smem_bytes() const {
     return stages * stage_bytes() + warps() * kStoreBytesPerWarp + row_table_bytes() + 16 +
-           kSegmentTableBytes + kScheduleScratchBytes + kBarrierBytes;
+           kSegmentTableBytes + kSortScratchBytes + kBarrierBytes;
   }
 };
 

@@ -90,7 +90,7 @@ class Prefill {
     SmemAddress next_run = rows + kConfig.row_table_bytes();
     SmemAddress table = next_run + 16;
     SmemAddress scratch = table + kSegmentTableBytes;
-    SmemAddress barriers = scratch + kScheduleScratchBytes;
+    SmemAddress barriers = scratch + kSortScratchBytes;
   };
 
   struct Tile {

@@ -13,6 +13,9 @@
 
 namespace chord {
 
+// How long the tiles are that `rows` are cut into.
+constexpr int tile_rows(int rows, int num_tiles) { return round_up(ceil_div(rows, num_tiles), 8); }
+
 struct Segment {
   int expert;
   int row_begin;
@@ -20,7 +23,7 @@ struct Segment {
   int first_tile;
   int num_tiles;
 
-  int rows_per_tile() const { return round_up(ceil_div(row_end - row_begin, num_tiles), 8); }
+  int rows_per_tile() const { return tile_rows(row_end - row_begin, num_tiles); }
 };
 
 // Three words a segment in shared memory: first row, end row, first tile with the expert above it;
@@ -37,18 +40,16 @@ class SegmentTable {
   }
 
   void write_begin(int segment, int row, int expert) {
-    ptx::store_shared(base_ + 4 * segment, row);
-    ptx::store_shared(base_ + 4 * (2 * kMaxSegments + segment), expert << kExpertShift);
+    ptx::store_shared(row_begin(segment), row);
+    ptx::store_shared(expert_and_tile(segment), expert << kExpertShift);
   }
-  void write_end(int segment, int row) {
-    ptx::store_shared(base_ + 4 * (kMaxSegments + segment), row);
-  }
+  void write_end(int segment, int row) { ptx::store_shared(row_end(segment), row); }
   int rows(int segment) const {
-    return static_cast<int>(ptx::load_shared(base_ + 4 * (kMaxSegments + segment)) -
-                            ptx::load_shared(base_ + 4 * segment));
+    return static_cast<int>(ptx::load_shared(row_end(segment)) -
+                            ptx::load_shared(row_begin(segment)));
   }
   void write_first_tile(int segment, int tile) {
-    const SmemAddress word = base_ + 4 * (2 * kMaxSegments + segment);
+    const SmemAddress word = expert_and_tile(segment);
     ptx::store_shared(word, ptx::load_shared(word) | tile);
   }
   // A segment's entry without its first tile, to be put in another place.
@@ -58,17 +59,16 @@ class SegmentTable {
     u32 expert;
   };
   Entry entry(int segment) const {
-    return {ptx::load_shared(base_ + 4 * segment),
-            ptx::load_shared(base_ + 4 * (kMaxSegments + segment)),
-            ptx::load_shared(base_ + 4 * (2 * kMaxSegments + segment))};
+    return {ptx::load_shared(row_begin(segment)), ptx::load_shared(row_end(segment)),
+            ptx::load_shared(expert_and_tile(segment))};
   }
   void write_entry(int segment, const Entry& entry) {
-    ptx::store_shared(base_ + 4 * segment, entry.row_begin);
-    ptx::store_shared(base_ + 4 * (kMaxSegments + segment), entry.row_end);
-    ptx::store_shared(base_ + 4 * (2 * kMaxSegments + segment), entry.expert);
+    ptx::store_shared(row_begin(segment), entry.row_begin);
+    ptx::store_shared(row_end(segment), entry.row_end);
+    ptx::store_shared(expert_and_tile(segment), entry.expert);
   }
   int first_tile(int segment) const {
-    return ptx::load_shared(base_ + 4 * (2 * kMaxSegments + segment)) & kTileMask;
+    return ptx::load_shared(expert_and_tile(segment)) & kTileMask;
   }
 
   // The segment that owns tile `tile` (0 to num_tiles - 1).
@@ -82,12 +82,12 @@ class SegmentTable {
         high = middle;
       }
     }
-    const u32 word = ptx::load_shared(base_ + 4 * (2 * kMaxSegments + low));
+    const u32 word = ptx::load_shared(expert_and_tile(low));
     const int first = word & kTileMask;
     const int next = low + 1 < num_segments() ? first_tile(low + 1) : num_tiles();
     return {.expert = static_cast<int>(word >> kExpertShift),
-            .row_begin = static_cast<int>(ptx::load_shared(base_ + 4 * low)),
-            .row_end = static_cast<int>(ptx::load_shared(base_ + 4 * (kMaxSegments + low))),
+            .row_begin = static_cast<int>(ptx::load_shared(row_begin(low))),
+            .row_end = static_cast<int>(ptx::load_shared(row_end(low))),
             .first_tile = first,
             .num_tiles = next - first};
   }
@@ -97,56 +97,97 @@ class SegmentTable {
   static constexpr u32 kTileMask = (1u << kExpertShift) - 1;
   static_assert(kMaxSegments <= 1 << (32 - kExpertShift), "an expert id must fit in 12 bits");
 
+  SmemAddress row_begin(int segment) const { return base_ + 4 * segment; }
+  SmemAddress row_end(int segment) const { return row_begin(kMaxSegments + segment); }
+  SmemAddress expert_and_tile(int segment) const { return row_begin(2 * kMaxSegments + segment); }
+
   SmemAddress base_;
 };
 
-// Puts segments with longer tiles first, others in the order they have. All threads of the block
-// call it, between two synchronisations of the block. The tiles are not numbered yet: their place
-// in the table holds the length of a tile meanwhile.
-template <int kThreads>
-void sort_by_tile_rows(SegmentTable table, int num_segments, int max_rows) {
-  constexpr int kPerThread = ceil_div(kMaxSegments, kThreads);
-  SegmentTable::Entry entries[kPerThread];
-  int places[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int segment = ptx::thread_idx() + i * kThreads;
-    if (segment >= num_segments) break;
-    entries[i] = table.entry(segment);
-    const int rows = table.rows(segment);
-    table.write_first_tile(segment,
-                           round_up(ceil_div(rows, max_of(ceil_div(rows, max_rows), 1)), 8));
+// The sum of what the lanes below pass, in all 32 lanes; `all` becomes the sum of all.
+__forceinline__ int sum_below(int lane, int own, int& all) {
+  int inclusive = own;
+  for (int delta = 1; delta < 32; delta *= 2) {
+    const int other = ptx::shuffle_up(inclusive, delta);
+    if (lane >= delta) inclusive += other;
   }
-  ptx::sync_block();
+  all = ptx::shuffle(inclusive, 31);
+  return inclusive - own;
+}
+
+// Turns 32 * kWords words of shared memory into the sums of those before each. One warp calls it.
+template <int kWords>
+__forceinline__ void sum_words(SmemAddress words, int lane) {
+  const SmemAddress first = words + 4 * kWords * lane;
+  int values[kWords], own = 0, all;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int segment = ptx::thread_idx() + i * kThreads;
-    if (segment >= num_segments) break;
-    const int own = table.first_tile(segment);
-    places[i] = 0;
-#pragma unroll 4
-    for (int other = 0; other < num_segments; ++other) {
-      const int rows = table.first_tile(other);
-      places[i] += rows > own || (rows == own && other < segment);
+  for (int i = 0; i < kWords; ++i) {
+    values[i] = static_cast<int>(ptx::load_shared(first + 4 * i));
+    own += values[i];
+  }
+  int before = sum_below(lane, own, all);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    ptx::store_shared(first + 4 * i, before);
+    before += values[i];
+  }
+}
+
+// Puts segments with longer tiles first, others in the order they have: all blocks have to agree.
+// All threads of the block call it, between two synchronisations of the block.
+template <int kThreads>
+void sort_by_tile_rows(SegmentTable table, SmemAddress counts, int num_segments, int max_rows) {
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kPasses = ceil_div(kSegmentChunks, kWarps);
+  constexpr int kCounts = kMaxTileEights * kSegmentChunks;
+  const int thread = ptx::opaque(ptx::thread_idx()), warp = thread / 32, lane = thread % 32;
+  for (int i = thread; i < kCounts; i += kThreads) ptx::store_shared(counts + 4 * i, 0);
+  ptx::sync_block();
+  SegmentTable::Entry entries[kPasses];
+  SmemAddress count[kPasses];  // of the segment's length and 32 segments
+  int rank[kPasses];           // among these
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int chunk = pass * kWarps + warp, segment = 32 * chunk + lane;
+    if (32 * chunk >= num_segments) break;
+    const bool exists = segment < num_segments;
+    int shorter = -1;  // than the longest possible, in eights
+    if (exists) {
+      entries[pass] = table.entry(segment);
+      const int rows = table.rows(segment);
+      const int eights = tile_rows(rows, max_of(ceil_div(rows, max_rows), 1)) / 8;
+      shorter = kMaxTileEights - max_of(eights, 1);
+    }
+    const u32 same = ptx::match(shorter);
+    count[pass] = counts + 4 * (shorter * kSegmentChunks + chunk);
+    rank[pass] = ptx::count_bits(same & ((1u << lane) - 1));
+    if (exists && lane == ptx::highest_bit(same)) {
+      ptx::store_shared(count[pass], ptx::count_bits(same));
     }
   }
   ptx::sync_block();
+  static_assert(kCounts % 32 == 0, "the lanes of a warp have equally many");
+  if (warp == 0) sum_words<kCounts / 32>(counts, lane);
+  ptx::sync_block();
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int segment = ptx::thread_idx() + i * kThreads;
-    if (segment < num_segments) table.write_entry(places[i], entries[i]);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int segment = 32 * (pass * kWarps + warp) + lane;
+    if (segment >= num_segments) continue;
+    table.write_entry(static_cast<int>(ptx::load_shared(count[pass])) + rank[pass], entries[pass]);
   }
 }
 
 // Fills the table. All threads of the block call it; it synchronises the block, so what was written
-// to shared memory before is visible after. `scratch`: kScheduleScratchBytes. Experts that are none
-// of `num_experts` have no weights to be read: their rows are left out.
+// to shared memory before is visible after. `scratch`: kScheduleScratchBytes, with kLongestFirst
+// kSortScratchBytes. Experts that are none of `num_experts` have no weights to be read: their rows
+// are left out.
 template <int kThreads, bool kLongestFirst, class Addressing>
 void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddress scratch,
                     int num_experts, int max_rows) {
   constexpr int kWarps = kThreads / 32;
   static_assert(8 * kWarps <= kScheduleScratchBytes, "two counts a warp");
-  const int warp = ptx::thread_idx() / 32, lane = ptx::thread_idx() % 32;
+  // Nothing of it is kept for what comes later, which needs all registers.
+  const int thread = ptx::opaque(ptx::thread_idx()), warp = thread / 32, lane = thread % 32;
   const int max_items = addressing.max_items();
   const int items_per_warp = round_up(ceil_div(max_items, kWarps), 32);
   const int warp_begin = warp * items_per_warp;
@@ -213,27 +254,27 @@ void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddres
   });
   ptx::sync_block();
   if constexpr (kLongestFirst) {
-    sort_by_tile_rows<kThreads>(table, num_segments, max_rows);
+    sort_by_tile_rows<kThreads>(table, scratch, num_segments, max_rows);
     ptx::sync_block();
   }
 
-  // Number the tiles.
+  // Number the tiles: a lane has neighbouring segments.
   if (warp == 0) {
-    int tiles_before = 0;
-#pragma unroll 1
-    for (int base = 0; base < num_segments; base += 32) {
-      const int segment = base + lane;
-      const bool exists = segment < num_segments;
-      const int tiles = exists ? ceil_div(table.rows(segment), max_rows) : 0;
-      int inclusive = tiles;
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const int other = ptx::shuffle_up(inclusive, delta);
-        if (lane >= delta) inclusive += other;
-      }
-      if (exists) table.write_first_tile(segment, tiles_before + inclusive - tiles);
-      tiles_before += ptx::shuffle(inclusive, 31);
+    const int share = ceil_div(num_segments, 32), first = lane * share;
+    const int end = min_of(first + share, num_segments);
+    int own = 0, num_tiles;
+#pragma unroll 4
+    for (int segment = first; segment < end; ++segment) {
+      own += ceil_div(table.rows(segment), max_rows);
     }
-    if (lane == 0) table.write_counts(num_segments, tiles_before);
+    int tile = sum_below(lane, own, num_tiles);
+#pragma unroll 4
+    for (int segment = first; segment < end; ++segment) {
+      const int tiles = ceil_div(table.rows(segment), max_rows);
+      table.write_first_tile(segment, tile);
+      tile += tiles;
+    }
+    if (lane == 0) table.write_counts(num_segments, num_tiles);
   }
   ptx::sync_block();
 }

@@ -21,7 +21,8 @@ _SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
 _SCHEDULE_SCRATCH_BYTES = 160
 BARRIER_BYTES = 256
 _STORE_BYTES_PER_WARP = 2 * 8 * 2 * WARP_FEATURES
-_FIXED_BYTES = _SEGMENT_TABLE_BYTES + _SCHEDULE_SCRATCH_BYTES + BARRIER_BYTES
+_SORT_SCRATCH_BYTES = 4 * 24 * 16  # where tiles are sorted by their length
+_FIXED_BYTES = _SEGMENT_TABLE_BYTES + BARRIER_BYTES
 
 
 class _Rendered:
@@ -83,7 +84,8 @@ class DecodeConfig(_Rendered):
         units = (self.tile_features // UNIT_N) * (self.block_k // UNIT_K)
         note = 16 + 4 * self.max_tokens
         stage = units * UNIT_BYTES + self.max_tokens * (2 * self.block_k + 16) + note
-        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + _FIXED_BYTES
+        fixed = _SCHEDULE_SCRATCH_BYTES + _FIXED_BYTES
+        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + fixed
 
     def partial_floats(self) -> int:
         """Return the floats of partial sums that one block may leave for another."""
@@ -137,7 +139,8 @@ class PrefillConfig(_Rendered):
         note = 16 + 4 * self.block_m
         stage = units * self.block_m * 2 * UNIT_K + weights + note
         rows = 8 * self.block_m + 16
-        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + _FIXED_BYTES
+        fixed = _SORT_SCRATCH_BYTES + _FIXED_BYTES
+        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + fixed
 
     def partial_floats(self) -> int:
         """Return 0: a prefill tile is one block's."""
