@@ -62,11 +62,11 @@ class Route {
   void run() {
     ptx::let_kernel_after_begin();
     const int begin = p.ids.begin(), end = p.ids.end();
-    // A warp's share lies in a piece, so that ranks go by warp.
-    const int warp_share = round_up(ceil_div(end - begin, kWarps), 32);
+    // A warp's share lies in a piece, so that ranks go by warp; few warps have few counters.
+    const int warp_share = max_of(round_up(ceil_div(end - begin, kWarps), 32), 32 * kUnroll);
     const int warp_begin = min_of(begin + warp * warp_share, end);
     const int warp_end = min_of(warp_begin + warp_share, end);
-    const int warps = ceil_div(end - begin, max_of(warp_share, 1));
+    const int warps = ceil_div(end - begin, warp_share);
     clear_counters();
     count(warp_begin, warp_end);
     if (ptx::grid_dim() > 1) {
