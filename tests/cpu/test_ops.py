@@ -105,6 +105,13 @@ def test_an_out_that_overlaps_x_is_refused(call: dict[str, Any]) -> None:
         chord.indexed(**(call | {"x": x, "out": buffer[: 12 * N].view(12, N)}))
 
 
+def test_slots_that_kernels_cannot_count_are_refused() -> None:
+    ids = torch.tensor([[0]])
+    for block_m in (2**31 - 1, 2**31 - 2**16 + 1):
+        with pytest.raises(InputError, match=rf"makes {block_m} slots; at most 2147418112"):
+            chord.align(ids, num_experts=1, block_m=block_m)
+
+
 def test_rows_beyond_thirty_two_bits_are_refused(call: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"below 2\^31"):
         chord.indexed(**(call | {"top_k": 1 << 30}))

@@ -65,6 +65,7 @@ def test_every_refused_config_says_why(config: Config, words: str) -> None:
     [
         ({"num_experts": 513}, "num_experts=513 is more than 512"),
         ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"n": 1 << 30}, "N=1073741824 is more than 1073741816"),
         ({"k": 7184}, "K=7184 is not a positive multiple of 32"),
         ({"n": 4100}, "N=4100 is not a positive multiple of 8"),
         ({"routed_rows": -1}, "routed_rows=-1"),

@@ -169,7 +169,7 @@ BOTH = (
         "schedule.cuh",
         "ptx::sync_block(); if constexpr (kLongestFirst) {",
         "if constexpr (kLongestFirst) {",
-        "nobody has written|without having waited",
+        f"nobody has written|without having waited|{_UNRELEASED}",
     ),
     Fault(
         "one lane leaves a vote out",
@@ -314,6 +314,13 @@ PREFILL = (
         "row >= 0 && feature < n, output_address",
         "row >= 0, output_address",
         "has stored before|outside every tensor",
+    ),
+    Fault(
+        "counts of tile lengths are read before they are summed",
+        "schedule.cuh",
+        "sum_words<kCounts / 32>(counts, lane); ptx::sync_block();",
+        "sum_words<kCounts / 32>(counts, lane);",
+        f"{_UNSEEN}|{_UNRELEASED}|has stored before|{WRONG_RESULT}",
     ),
     Fault(
         "pairs of warps do not wait for each other's matrices",
@@ -551,5 +558,44 @@ SORTED = (
         "if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));",
         "",
         r"deadlock(.*\n)*.*lacks 1 of 33 arrivals",
+    ),
+)
+
+# Sorting routes: blocks count, then place.
+SORTING = (
+    Fault(
+        "counts are added to before they are cleared",
+        "count.cuh",
+        "ptx::sync_block(); for (int route",
+        "for (int route",
+        f"nobody has written|{_UNSEEN}",
+    ),
+    Fault(
+        "counts are left before all have counted",
+        "count.cuh",
+        "ptx::sync_block(); int* own",
+        "int* own",
+        f"{_UNSEEN}|{_UNRELEASED}|adds to bytes",
+    ),
+    Fault(
+        "others' counts are added to before they are cleared",
+        "route.cuh",
+        "ptx::sync_block(); add_others();",
+        "add_others();",
+        f"nobody has written|{_UNSEEN}",
+    ),
+    Fault(
+        "experts are placed before all have counted",
+        "route.cuh",
+        "ptx::sync_block(); const int used",
+        "const int used",
+        f"nobody has written|{_UNSEEN}|{_UNRELEASED}",
+    ),
+    Fault(
+        "routes are placed before all experts are",
+        "route.cuh",
+        "const int used = place_experts(warps); ptx::sync_block();",
+        "const int used = place_experts(warps);",
+        f"{_UNSEEN}|{_UNRELEASED}",
     ),
 )

@@ -98,6 +98,7 @@ def route(
     num_blocks: int = 1,
     seed: int = 0,
     flavour: str = "fast",
+    replaced: Mapping[str, str] | None = None,
 ) -> Sorted:
     """Sort the routes of ids, int32 or int64 [T, top_k], with every output the kernel has."""
     num_routes = ids.numel()
@@ -130,8 +131,9 @@ def route(
     names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded")
     if num_blocks > 1:
         values["counts"] = empty(num_blocks * num_experts)
-        values["counts"] = _run(COUNT, values, ("counts",), num_blocks, seed, flavour)["counts"]
-    made = _run(ROUTE, values, names, num_blocks, seed, flavour)
+        made = _run(COUNT, values, ("counts",), num_blocks, seed, flavour, replaced=replaced)
+        values["counts"] = made["counts"]
+    made = _run(ROUTE, values, names, num_blocks, seed, flavour, replaced=replaced)
     return Sorted(*(made.get(name, torch.empty(0, dtype=torch.int32)) for name in names))
 
 

@@ -7,7 +7,7 @@ import math
 import layer
 import pytest
 import torch
-from faults import Fault
+from faults import SORTING, Fault
 
 import cases
 import tolerance
@@ -115,6 +115,13 @@ def test_route_makes_the_buffers_of_align(name: str, block_m: int, num_blocks: i
 @pytest.mark.parametrize("seed", range(3))
 def test_route_in_every_interleaving(seed: int) -> None:
     check_sort(cases.topk_ids(300, 4, 40, "skewed"), 40, num_blocks=4, seed=seed)
+
+
+@pytest.mark.parametrize("fault", SORTING, ids=lambda fault: fault.name)
+def test_planted_fault_in_the_sort_is_noticed(fault: Fault) -> None:
+    ids = cases.topk_ids(300, 4, 40, "skewed")
+    with pytest.raises(EmulatorError, match=fault.message):
+        layer.route(ids, 40, num_blocks=4, replaced=fault.replaced())
 
 
 def test_route_under_sanitizers() -> None:

@@ -28,8 +28,9 @@ def explain(
     addressing: Annotated[
         str,
         typer.Option(
-            help="Indexed, ContiguousOffsets, ContiguousIndices or Masked; RoutedGateUp or "
-            "RoutedDown for the two GEMMs of `chord.fused_moe`."
+            help="Indexed, ContiguousOffsets, ContiguousIndices or Masked; RoutedGateUp (or, with "
+            "router weights on the input, RoutedGateUpWeighted) and RoutedDown for the two GEMMs "
+            "of `chord.fused_moe`."
         ),
     ] = "Indexed",
     expected: Annotated[

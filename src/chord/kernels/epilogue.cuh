@@ -1,4 +1,4 @@
-// FP32 sums of one warp -> rows of BF16 output.
+// FP32 sums of one warp, or of two -> rows of BF16 output.
 #pragma once
 
 #include <chord/kernels/config.cuh>

@@ -7,6 +7,8 @@
 //            the bytes of the weights; and for x 128 arrivals when the loader's cp.async have
 //            landed, or, where rows lie sorted, one of its second warp + the bytes of x.
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
+// Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
+//            warps, once more than their tile has eights of tokens (epilogue.cuh).
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt

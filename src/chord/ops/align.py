@@ -12,7 +12,7 @@ from chord.jit import launch as launching
 from chord.jit.params import ROUTE_MAX_EXPERTS
 from chord.ops import checks, route
 
-_INT_LIMIT = 1 << 31
+_MOST_SLOTS = (1 << 31) - (1 << 16)  # kernels count in 32 bits and step past the end by less
 
 
 def align(
@@ -90,10 +90,11 @@ def _check(
                 f"one for each"
             )
     capacity = topk_ids.numel() + num_experts * (block_m - 1)
-    if capacity >= _INT_LIMIT:
+    if capacity > _MOST_SLOTS:
         raise InputError(
-            f"topk_ids {list(topk_ids.shape)} with block_m={block_m} makes {capacity} slots; slots "
-            f"are counted in 32 bits, below 2^31"
+            f"topk_ids {list(topk_ids.shape)} with block_m={block_m} makes {capacity} slots; at "
+            f"most {_MOST_SLOTS} can be counted in 32 bits: align fewer tokens at a time, or with "
+            f"a smaller block_m"
         )
     return capacity
 
@@ -113,7 +114,7 @@ def _launch(
         torch.empty(size, dtype=torch.int32, device=topk_ids.device)
         for size in (capacity, num_blocks, 1, num_counts)
     )
-    who = route.RouteIds(
+    routes = route.RouteIds(
         ids=topk_ids.data_ptr(),
         expert_map=0 if expert_map is None else expert_map.data_ptr(),
         wide_ids=int(topk_ids.dtype is torch.int64),
@@ -122,14 +123,17 @@ def _launch(
         num_ids=num_experts,
         num_experts=num_experts,
     )
+    buffers = route.Buffers(
+        offsets=0,
+        routes=ids.data_ptr(),
+        positions=0,
+        block_experts=experts.data_ptr(),
+        num_rows_padded=used.data_ptr(),
+        block_m=block_m,
+        capacity=capacity,
+        num_blocks=num_blocks,
+    )
     with torch.cuda.device(index):
-        route.launch(
-            index,
-            launching.current_stream(index),
-            who,
-            num_sms,
-            counts.data_ptr(),
-            (0, ids.data_ptr(), 0, experts.data_ptr(), used.data_ptr()),
-            (block_m, capacity, num_blocks),
-        )
+        stream = launching.current_stream(index)
+        route.launch(index, stream, routes, num_sms, counts.data_ptr(), buffers)
     return routing.Indexed(ids, experts, used, topk_ids.shape[1], block_m)

@@ -5,9 +5,10 @@
     down      multiplies: [R, H] in the same order
     combine   gathers each token's rows, weights and sums them: [T, H]
 
-Each kernel begins while the one before drains (kernels/stage.cuh). More than MAX_ROUTES routes are
-run in parts, which bounds the workspace and costs nothing: weights are read again, but by then the
-arithmetic takes longer. What follows from shapes is checked once and remembered, as in `indexed`.
+From gate_up on, each begins while the one before drains (kernels/stage.cuh). More than MAX_ROUTES
+routes are run in parts, which bounds the workspace and costs nothing: weights are read again, but
+by then the arithmetic takes longer. What follows from shapes is checked once and remembered, as in
+`indexed`.
 """
 
 from __future__ import annotations
@@ -288,15 +289,17 @@ def _launch(
         tokens = min(call.tokens_at_once, call.num_tokens - start)
         first, count = start * top_k, tokens * top_k
         # fmt: off
-        who = route.RouteIds(
+        part_ids = route.RouteIds(
             ids + first * id_bytes, expert_map, call.wide_ids, call.wide_map,
             count, call.num_ids, num_experts,
         )
-        # Counts lie where down's rows will: at most 8 bytes a route, and 4 KiB.
-        route.launch(
-            index, stream, who, call.num_sms, rows, (offsets, routes, positions, 0, 0),
-            (1, count, 0),
+        buffers = route.Buffers(
+            offsets, routes, positions, block_experts=0, num_rows_padded=0,
+            block_m=1, capacity=count, num_blocks=0,
         )
+        # Counts lie where down's rows will: of over 1,024 routes at most 4 bytes each and 2 KiB
+        # (512 experts), where a row has at least 64.
+        route.launch(index, stream, part_ids, call.num_sms, rows, buffers)
         part_weights = weights + first * weight_bytes
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
         gate_up.launch(stream, (
@@ -405,12 +408,12 @@ def problems(layer: Layer, num_routes: int, num_ids: int) -> tuple[GemmProblem, 
     """Return both GEMMs of a part; arguments are those of `choose_kernels`."""
     num_experts = layer.w13.num_experts
     expected = -(-num_routes * num_experts // max(num_ids, num_experts))
-    gate_up_rows = "RoutedGateUpWeighted" if layer.weight_on_input else "RoutedGateUp"
+    gate_up_addressing = "RoutedGateUpWeighted" if layer.weight_on_input else "RoutedGateUp"
     gate_up, down = (
         GemmProblem(
             num_experts, experts.n, experts.k, num_routes, addressing, expected_rows=expected
         )
-        for experts, addressing in ((layer.w13, gate_up_rows), (layer.w2, "RoutedDown"))
+        for experts, addressing in ((layer.w13, gate_up_addressing), (layer.w2, "RoutedDown"))
     )
     return gate_up, down
 

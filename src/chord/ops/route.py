@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from chord.jit.fixed import fixed_launcher
 from chord.jit.params import COUNT, ROUTE
@@ -12,8 +12,7 @@ _ALONE = 1024  # routes that one block places as fast as two kernels would
 _SHARE = 512  # routes of a block beyond, while there are multiprocessors: 32 a warp
 
 
-@dataclass(frozen=True)
-class RouteIds:
+class RouteIds(NamedTuple):
     """What the kernels are told of the routes, in the order of RouteIds in route_ids.cuh.
 
     Attributes:
@@ -35,6 +34,30 @@ class RouteIds:
     num_experts: int
 
 
+class Buffers(NamedTuple):
+    """What the sort writes, in the order of RouteParams in route.cuh.
+
+    Attributes:
+        offsets: Address of the first position of each expert, int32 [E + 1], 0 if not wanted.
+        routes: Address of the route of each position, int32 [capacity].
+        positions: Address of the position of each route, int32 [R], 0 if not wanted.
+        block_experts: Address of the expert of each block, int32 [num_blocks], 0 if not wanted.
+        num_rows_padded: Address of the number of positions in use, 0 if not wanted.
+        block_m: What the first position of an expert is a multiple of.
+        capacity: Positions that there is room for.
+        num_blocks: Blocks that there is room for.
+    """
+
+    offsets: int
+    routes: int
+    positions: int
+    block_experts: int
+    num_rows_padded: int
+    block_m: int
+    capacity: int
+    num_blocks: int
+
+
 def grid(num_routes: int, num_sms: int) -> tuple[int, int]:
     """Return blocks of the grid, and the routes that each of them places."""
     if num_routes <= _ALONE:
@@ -50,13 +73,7 @@ def num_counts(num_routes: int, num_experts: int, num_sms: int) -> int:
 
 
 def launch(
-    index: int,
-    stream: int,
-    routes: RouteIds,
-    num_sms: int,
-    counts: int,
-    outputs: tuple[int, int, int, int, int],
-    padding: tuple[int, int, int],
+    index: int, stream: int, routes: RouteIds, num_sms: int, counts: int, buffers: Buffers
 ) -> None:
     """Launch the sort on `stream` of device `index`, the current one.
 
@@ -66,22 +83,14 @@ def launch(
         routes: The routes.
         num_sms: Multiprocessors.
         counts: Address of `num_counts` words of scratch; any where that is 0.
-        outputs: Addresses of offsets, routes, positions, block_experts and num_rows_padded (each 0
-            where it is not wanted).
-        padding: block_m, and the room in `routes` and `block_experts`.
+        buffers: Where the result goes.
 
     Raises:
         CaptureError, CompileError: As `fixed_launcher`.
     """
     # Both are there before a capture, whichever its number of routes takes.
-    count, route = (fixed_launcher(kernel, index) for kernel in KERNELS)
+    count, route = fixed_launcher(COUNT, index), fixed_launcher(ROUTE, index)
     blocks, share = grid(routes.num_routes, num_sms)
-    # fmt: off
-    who = (
-        routes.ids, routes.expert_map, routes.wide_ids, routes.wide_map,
-        routes.num_routes, routes.num_ids, routes.num_experts, share,
-    )
-    # fmt: on
     if blocks > 1:
-        count.launch(stream, blocks, (*who, counts))
-    route.launch(stream, blocks, (*who, counts, *outputs, *padding, 0))
+        count.launch(stream, blocks, (*routes, share, counts))
+    route.launch(stream, blocks, (*routes, share, counts, *buffers, 0))

@@ -21,7 +21,9 @@ _SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
 _SCHEDULE_SCRATCH_BYTES = 160
 BARRIER_BYTES = 256
 _STORE_BYTES_PER_WARP = 2 * 8 * 2 * WARP_FEATURES
-_SORT_SCRATCH_BYTES = 4 * 24 * 16  # where tiles are sorted by their length
+MAX_BLOCK_M = 192  # two accumulators of block_m / 2 registers have to fit beside the fragments
+# A count of each length of a tile, in eights, in each 32 segments.
+_SORT_SCRATCH_BYTES = 4 * (MAX_BLOCK_M // 8) * (MAX_SEGMENTS // 32)
 _FIXED_BYTES = _SEGMENT_TABLE_BYTES + BARRIER_BYTES
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from chord.device import DeviceFacts
 from chord.plan.config import (
     BARRIER_BYTES,
+    MAX_BLOCK_M,
     MAX_SEGMENTS,
     Config,
     DecodeConfig,
@@ -28,6 +29,8 @@ ADDRESSINGS = (
     "RoutedGateUpWeighted",
     "RoutedDown",
 )
+# Gate and up lie interleaved in the weight, and half of its features leave.
+SWIGLU_ADDRESSINGS = ("RoutedGateUp", "RoutedGateUpWeighted")
 # Rows of x that lie sorted come to prefill by boxes of 16 (kernels/addressing, kSortedRows).
 SORTED_ADDRESSINGS = ("ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedDown")
 _BOX_ROWS = 16
@@ -68,7 +71,7 @@ def reject_problem(problem: GemmProblem) -> str | None:
     reason = reject_shape(problem.num_experts, n, k)
     if reason is not None:
         return reason
-    if problem.addressing.startswith("RoutedGateUp") and n % TILE_N:
+    if problem.addressing in SWIGLU_ADDRESSINGS and n % TILE_N:
         return (
             f"N={n} is not a multiple of {TILE_N} (gate and up features alternate by eights); pad "
             f"the intermediate size"
@@ -137,10 +140,10 @@ def _reject_decode(config: DecodeConfig) -> str | None:
 def _reject_prefill(config: PrefillConfig) -> str | None:
     if config.width_step not in (8, 16):
         return f"width_step={config.width_step} is not 8 or 16 (token widths of wgmma that pay)"
-    if config.block_m % 8 or not 8 <= config.block_m <= 192:
+    if config.block_m % 8 or not 8 <= config.block_m <= MAX_BLOCK_M:
         return (
-            f"block_m={config.block_m} is not a multiple of 8 in 8..192 (two accumulators of "
-            f"block_m / 2 registers have to fit beside the fragments)"
+            f"block_m={config.block_m} is not a multiple of 8 in 8..{MAX_BLOCK_M} (two "
+            f"accumulators of block_m / 2 registers have to fit beside the fragments)"
         )
     steps, rest = divmod(config.block_m - config.min_width, config.width_step)
     if config.min_width % 8 or config.min_width < 8 or rest or steps < 0:

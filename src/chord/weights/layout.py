@@ -43,6 +43,7 @@ UNIT_BYTES = CODE_BYTES + SCALE_BYTES
 CODE_OFFSET = 8  # value = (code - CODE_OFFSET) * scale
 N_MULTIPLE = 8  # eight bf16 outputs fill the 16 bytes that one store instruction writes
 K_MULTIPLE = GROUP_SIZE
+MAX_N = (1 << 30) - N_MULTIPLE
 MAX_EXPERTS = 1024  # of a buffer; the kernels' own limit is plan.legality's
 # The kernels build bf16 values through a factor of 2^119: a scale of 2^8 would overflow there.
 SCALE_LIMIT = 256.0
@@ -52,6 +53,11 @@ def reject_shape(num_experts: int, n: int, k: int) -> str | None:
     """Say why the layout cannot hold `num_experts` weights of [n, k], or return None if it can."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         return f"{num_experts} experts: a packed weight holds 1 to {MAX_EXPERTS}"
+    if n > MAX_N:
+        return (
+            f"N={n} is more than {MAX_N} (a feature's offset in an output row is counted in 32 "
+            f"bits); split the output features"
+        )
     if n < 1 or n % N_MULTIPLE:
         return (
             f"N={n} is not a positive multiple of {N_MULTIPLE} (an output row is written in "

@@ -72,6 +72,14 @@ std::string SharedMemory::reject_add(const Granule& granule, const std::vector<C
          place_text(reader->place) + " and has not released";
 }
 
+std::string SharedMemory::reject_added(const Granule& granule, const std::vector<Clock>& fenced,
+                                       const Slots& slots) const {
+  const Epoch* adder = first_unseen(granule.adders, fenced);
+  if (adder == nullptr) return {};
+  return "lets the async proxy read what " + slot_text(slots, adder->slot) + " added to at " +
+         place_text(adder->place) + " without fence_proxy_async between";
+}
+
 std::string SharedMemory::reject_write(const Granule& granule, const Thread& writer,
                                        bool by_async_proxy, const Slots& slots) const {
   const Epoch& write = granule.write;
@@ -96,6 +104,11 @@ std::string SharedMemory::reject_write(const Granule& granule, const Thread& wri
   if (const Epoch* adder = first_unseen(granule.adders, known.seen); adder != nullptr) {
     return "overwrites what " + slot_text(slots, adder->slot) + " added to at " +
            place_text(adder->place) + " without having waited for it";
+  }
+  const Epoch* adder = by_async_proxy ? first_unseen(granule.adders, known.async) : nullptr;
+  if (adder != nullptr) {
+    return "lets the async proxy overwrite what " + slot_text(slots, adder->slot) +
+           " added to at " + place_text(adder->place) + " without fence_proxy_async between";
   }
   const Epoch* reader = first_unseen_reader(granule, known.seen);
   if (reader == nullptr) return {};

@@ -1,5 +1,5 @@
-// One block's shared memory with a shadow: for every 4 bytes who wrote them, who has read them
-// since, and whether a copy is still under way.
+// One block's shared memory with a shadow: for every 4 bytes who wrote them, who has added to them
+// and who has read them since, and whether a copy is still under way.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +54,10 @@ class SharedMemory {
   // Additions do not wait for each other.
   std::string reject_add(const Granule& granule, const std::vector<Clock>& known,
                          const Slots& slots) const;
+
+  // The same for a read by the async proxy, of what has been added; the write is checked apart.
+  std::string reject_added(const Granule& granule, const std::vector<Clock>& fenced,
+                           const Slots& slots) const;
 
   void note_read(Granule& granule, Epoch reader);
   void note_add(Granule& granule, Epoch adder);

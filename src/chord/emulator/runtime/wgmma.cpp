@@ -122,7 +122,7 @@ void check_tile(Warp& warp, const Wgmma& work, Where where) {
         Granule& granule = block.shared.granule(address + offset);
         const Epoch& write = granule.write;
         if (write.slot != checked.slot || write.clock != checked.clock ||
-            write.slot >= kFirstSpecial) {
+            write.slot >= kFirstSpecial || granule.adders != 0) {
           for (int lane = 0; lane < 32; ++lane) {
             const Knowledge& known = lane_of(warp, lane).knowledge;
             why = block.shared.reject_read(granule, known.seen, block.slots);
@@ -130,6 +130,7 @@ void check_tile(Warp& warp, const Wgmma& work, Where where) {
               why = "lets the async proxy read what " + slot_text(block.slots, write.slot) +
                     " wrote at " + place_text(write.place) + " without fence_proxy_async between";
             }
+            if (why.empty()) why = block.shared.reject_added(granule, known.async, block.slots);
             if (!why.empty()) fail(where, text("(token %d of operand B) ", token) + why);
           }
           checked = write;

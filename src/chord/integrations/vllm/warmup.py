@@ -25,6 +25,7 @@ import torch
 from chord import device as devices
 from chord.jit import cache, launch
 from chord.jit.launch import KernelKey
+from chord.plan.legality import SWIGLU_ADDRESSINGS
 
 _EXACT = 64
 _STEPS = 8
@@ -56,7 +57,7 @@ def begin(keys: Iterable[KernelKey]) -> None:
         # SwiGLU makes the longest epilogue.
         for key in sorted(
             set(keys) - _begun.keys(),
-            key=lambda key: (key.config.tile_rows, key.addressing.startswith("RoutedGateUp")),
+            key=lambda key: (key.config.tile_rows, key.addressing in SWIGLU_ADDRESSINGS),
             reverse=True,
         ):
             _begun[key] = threading.Event()
