@@ -293,6 +293,14 @@ REPORTS = {
         "ptx::add_shared(smem, 1); if (thread == 0) ptx::load_shared(smem);",
         "reads what thread .* added to at .* without having|adds to bytes that thread 0 reads",
     ),
+    "copy over an addition": (
+        "if (thread == 0) ptx::store_shared_x4(smem, {0, 0, 0, 0}); ptx::sync_block();"
+        "ptx::fence_proxy_async(); ptx::sync_block(); ptx::add_shared(smem, 1); ptx::sync_block();"
+        "if (thread == 0) { ptx::mbarrier_init(smem + 4096, 1); ptx::fence_mbarrier_init();"
+        "ptx::mbarrier_arrive_expect_bytes(smem + 4096, 16);"
+        "ptx::bulk_load_evict_unchanged(smem, p.in, 16, smem + 4096); }",
+        "lets the async proxy overwrite what thread .* added to at .* without fence_proxy_async",
+    ),
     "barrier bytes": (
         "ptx::mbarrier_init(smem + 64 * lane, 1); ptx::load_shared(smem + 64 * lane);",
         "reads the bytes of a barrier",
