@@ -112,8 +112,7 @@ def _behind_humming(row: Row, wanted: float, excused_us: float = 0.0) -> Iterato
 
 def _layer_misses(row: Row, us: float) -> Iterator[str]:
     yield from _behind_humming(row, LAYER_AHEAD[row.series])
-    others = ("chord", "humming")
-    parts = sum(entry.us for name, entry in row.entries.items() if name not in others)
+    parts = row.parts_us()
     if us > LAYER_OF_PARTS * parts:
         yield f"{us / parts:.2f} x the sum of the parts, bar {LAYER_OF_PARTS:.2f}"
 

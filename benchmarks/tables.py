@@ -123,17 +123,12 @@ def layer_table(rows: Iterable[Row]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
     for row in rows:
-        us, parts = row.entries["chord"].us, parts_us(row)
+        us, parts = row.entries["chord"].us, row.parts_us()
         cells = [str(row.tokens), str(row.routed), f"{us:.0f}", f"{us / row.floor_us:.2f}"]
         cells += [f"{parts:.0f}", f"{us / parts:.2f}"]
         other = row.entries.get("humming")
         cells += [f"{other.us:.0f}", f"{other.us / us:.2f}"] if other else ["-", "-"]
         yield f"| {' | '.join(cells)} |"
-
-
-def parts_us(row: Row) -> float:
-    """Return the sum of a layer's GEMMs alone and of its top-k sum at memory speed."""
-    return sum(entry.us for name, entry in row.entries.items() if name not in ("chord", "humming"))
 
 
 def section(record: Record) -> Iterator[str]:

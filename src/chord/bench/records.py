@@ -78,6 +78,11 @@ class Row:
     series: str = ""
     unit: str = "tokens"
 
+    def parts_us(self) -> float:
+        """Return the sum of a layer's GEMMs alone and of its top-k sum at memory speed."""
+        wholes = ("chord", "humming")
+        return sum(entry.us for name, entry in self.entries.items() if name not in wholes)
+
 
 @dataclass(frozen=True)
 class Record:
