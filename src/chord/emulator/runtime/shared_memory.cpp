@@ -44,40 +44,64 @@ std::string SharedMemory::reject_unfinished(const Granule& granule, const char* 
   return std::string(action) + " the bytes of a barrier set up at " + place_text(write.place);
 }
 
+namespace {
+
+constexpr char kNotWaited[] = "without having waited for it";
+constexpr char kNotFenced[] = "without fence_proxy_async between";
+
+std::string accusation(const char* action, const Epoch& before, const char* what_it_did,
+                       const char* omission, const Slots& slots) {
+  return std::string(action) + " what " + slot_text(slots, before.slot) + " " + what_it_did +
+         " at " + place_text(before.place) + " " + omission;
+}
+
+}  // namespace
+
+std::string SharedMemory::reject_behind_write(const Granule& granule, const char* action,
+                                              const std::vector<Clock>& known, const char* omission,
+                                              const Slots& slots) {
+  const Epoch& write = granule.write;
+  if (write.slot >= kFirstSpecial || known[write.slot] >= write.clock) return {};
+  return accusation(action, write, "wrote", omission, slots);
+}
+
+std::string SharedMemory::reject_behind_changes(const Granule& granule, const char* action,
+                                                const std::vector<Clock>& known,
+                                                const char* omission, const Slots& slots) const {
+  std::string why = reject_behind_write(granule, action, known, omission, slots);
+  if (!why.empty()) return why;
+  const Epoch* adder = first_unseen(granule.adders, known);
+  return adder == nullptr ? std::string{} : accusation(action, *adder, "added to", omission, slots);
+}
+
+std::string SharedMemory::reject_behind_reads(const Granule& granule, const char* action,
+                                              const std::vector<Clock>& known,
+                                              const Slots& slots) const {
+  const Epoch* reader = first_unseen_reader(granule, known);
+  if (reader == nullptr) return {};
+  return std::string(action) + " bytes that " + slot_text(slots, reader->slot) + " reads at " +
+         place_text(reader->place) + " and has not released";
+}
+
 std::string SharedMemory::reject_read(const Granule& granule, const std::vector<Clock>& known,
                                       const Slots& slots) const {
-  if (std::string why = reject_unfinished(granule, "reads"); !why.empty()) return why;
-  const Epoch& write = granule.write;
-  if (known[write.slot] < write.clock) {
-    return "reads what " + slot_text(slots, write.slot) + " wrote at " + place_text(write.place) +
-           " without having waited for it";
-  }
-  const Epoch* adder = first_unseen(granule.adders, known);
-  if (adder == nullptr) return {};
-  return "reads what " + slot_text(slots, adder->slot) + " added to at " +
-         place_text(adder->place) + " without having waited for it";
+  std::string why = reject_unfinished(granule, "reads");
+  return why.empty() ? reject_behind_changes(granule, "reads", known, kNotWaited, slots) : why;
+}
+
+std::string SharedMemory::reject_read_by_async_proxy(const Granule& granule, const Knowledge& known,
+                                                     const Slots& slots) const {
+  std::string why = reject_read(granule, known.seen, slots);
+  if (!why.empty()) return why;
+  return reject_behind_changes(granule, "lets the async proxy read", known.async, kNotFenced,
+                               slots);
 }
 
 std::string SharedMemory::reject_add(const Granule& granule, const std::vector<Clock>& known,
                                      const Slots& slots) const {
-  if (std::string why = reject_unfinished(granule, "adds to"); !why.empty()) return why;
-  const Epoch& write = granule.write;
-  if (known[write.slot] < write.clock) {
-    return "adds to what " + slot_text(slots, write.slot) + " wrote at " + place_text(write.place) +
-           " without having waited for it";
-  }
-  const Epoch* reader = first_unseen_reader(granule, known);
-  if (reader == nullptr) return {};
-  return "adds to bytes that " + slot_text(slots, reader->slot) + " reads at " +
-         place_text(reader->place) + " and has not released";
-}
-
-std::string SharedMemory::reject_added(const Granule& granule, const std::vector<Clock>& fenced,
-                                       const Slots& slots) const {
-  const Epoch* adder = first_unseen(granule.adders, fenced);
-  if (adder == nullptr) return {};
-  return "lets the async proxy read what " + slot_text(slots, adder->slot) + " added to at " +
-         place_text(adder->place) + " without fence_proxy_async between";
+  std::string why = reject_unfinished(granule, "adds to");
+  if (why.empty()) why = reject_behind_write(granule, "adds to", known, kNotWaited, slots);
+  return why.empty() ? reject_behind_reads(granule, "adds to", known, slots) : why;
 }
 
 std::string SharedMemory::reject_write(const Granule& granule, const Thread& writer,
@@ -91,29 +115,12 @@ std::string SharedMemory::reject_write(const Granule& granule, const Thread& wri
   if (write.slot == kBarrier) {
     return "overwrites a barrier set up at " + place_text(write.place);
   }
-  if (write.slot != kUninitialised) {
-    if (known.seen[write.slot] < write.clock) {
-      return "overwrites what " + slot_text(slots, write.slot) + " wrote at " +
-             place_text(write.place) + " without having waited for it";
-    }
-    if (by_async_proxy && known.async[write.slot] < write.clock) {
-      return "lets the async proxy overwrite what " + slot_text(slots, write.slot) + " wrote at " +
-             place_text(write.place) + " without fence_proxy_async between";
-    }
+  std::string why = reject_behind_changes(granule, "overwrites", known.seen, kNotWaited, slots);
+  if (why.empty() && by_async_proxy) {
+    why = reject_behind_changes(granule, "lets the async proxy overwrite", known.async, kNotFenced,
+                                slots);
   }
-  if (const Epoch* adder = first_unseen(granule.adders, known.seen); adder != nullptr) {
-    return "overwrites what " + slot_text(slots, adder->slot) + " added to at " +
-           place_text(adder->place) + " without having waited for it";
-  }
-  const Epoch* adder = by_async_proxy ? first_unseen(granule.adders, known.async) : nullptr;
-  if (adder != nullptr) {
-    return "lets the async proxy overwrite what " + slot_text(slots, adder->slot) +
-           " added to at " + place_text(adder->place) + " without fence_proxy_async between";
-  }
-  const Epoch* reader = first_unseen_reader(granule, known.seen);
-  if (reader == nullptr) return {};
-  return "overwrites bytes that " + slot_text(slots, reader->slot) + " reads at " +
-         place_text(reader->place) + " and has not released";
+  return why.empty() ? reject_behind_reads(granule, "overwrites", known.seen, slots) : why;
 }
 
 const Epoch* SharedMemory::first_unseen(std::uint32_t list, const std::vector<Clock>& known) const {

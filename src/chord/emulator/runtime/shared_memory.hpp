@@ -48,16 +48,14 @@ class SharedMemory {
   // well. `known` is the clock vector of the right proxy.
   std::string reject_read(const Granule& granule, const std::vector<Clock>& known,
                           const Slots& slots) const;
+  std::string reject_read_by_async_proxy(const Granule& granule, const Knowledge& known,
+                                         const Slots& slots) const;
   std::string reject_write(const Granule& granule, const Thread& writer, bool by_async_proxy,
                            const Slots& slots) const;
 
   // Additions do not wait for each other.
   std::string reject_add(const Granule& granule, const std::vector<Clock>& known,
                          const Slots& slots) const;
-
-  // The same for a read by the async proxy, of what has been added; the write is checked apart.
-  std::string reject_added(const Granule& granule, const std::vector<Clock>& fenced,
-                           const Slots& slots) const;
 
   void note_read(Granule& granule, Epoch reader);
   void note_add(Granule& granule, Epoch adder);
@@ -66,6 +64,16 @@ class SharedMemory {
  private:
   // Why `action` cannot be done to bytes that are not there, or not data.
   static std::string reject_unfinished(const Granule& granule, const char* action);
+  // Why `action` comes too early behind the write (and additions; reads) of a granule: `known` has
+  // not seen it, for want of what `omission` says.
+  static std::string reject_behind_write(const Granule& granule, const char* action,
+                                         const std::vector<Clock>& known, const char* omission,
+                                         const Slots& slots);
+  std::string reject_behind_changes(const Granule& granule, const char* action,
+                                    const std::vector<Clock>& known, const char* omission,
+                                    const Slots& slots) const;
+  std::string reject_behind_reads(const Granule& granule, const char* action,
+                                  const std::vector<Clock>& known, const Slots& slots) const;
   // The first of a list that `known` has not seen, or null.
   const Epoch* first_unseen(std::uint32_t list, const std::vector<Clock>& known) const;
   const Epoch* first_unseen_reader(const Granule& granule, const std::vector<Clock>& known) const;

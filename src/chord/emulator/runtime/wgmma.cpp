@@ -125,12 +125,7 @@ void check_tile(Warp& warp, const Wgmma& work, Where where) {
             write.slot >= kFirstSpecial || granule.adders != 0) {
           for (int lane = 0; lane < 32; ++lane) {
             const Knowledge& known = lane_of(warp, lane).knowledge;
-            why = block.shared.reject_read(granule, known.seen, block.slots);
-            if (why.empty() && known.async[write.slot] < write.clock) {
-              why = "lets the async proxy read what " + slot_text(block.slots, write.slot) +
-                    " wrote at " + place_text(write.place) + " without fence_proxy_async between";
-            }
-            if (why.empty()) why = block.shared.reject_added(granule, known.async, block.slots);
+            why = block.shared.reject_read_by_async_proxy(granule, known, block.slots);
             if (!why.empty()) fail(where, text("(token %d of operand B) ", token) + why);
           }
           checked = write;
