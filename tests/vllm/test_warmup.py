@@ -40,7 +40,6 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "facts_of", lambda index: devices.known("h200"))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr("torch.cuda.device", _NoDevice)
-    monkeypatch.setattr(layer, "fixed_launcher", lambda *_: None)
 
 
 class _NoDevice:

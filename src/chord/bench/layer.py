@@ -22,7 +22,8 @@ from chord.bench.scenarios import LAYER, Case, Series, Suite, cases, route_case,
 from chord.bench.small_layer import expected_output
 from chord.device import facts_of
 from chord.errors import ChordError
-from chord.jit.source import KERNELS, digest_headers
+from chord.jit.params import FIXED_KERNELS
+from chord.jit.source import KERNELS, digest_headers, headers_of
 from chord.ops import layer as layers
 from chord.plan import select
 from chord.plan.problem import GemmProblem
@@ -35,12 +36,8 @@ LAYER_ERROR_LIMIT = 8e-3
 _REPEAT_MS = 60.0
 _HOST_CALLS = 60
 _HEADERS = (
-    "addressing/routed.cuh",
-    "combine.cuh",
-    "count.cuh",
-    "decode.cuh",
-    "prefill.cuh",
-    "route.cuh",
+    *headers_of("RoutedGateUp"),
+    *(header for kernel in FIXED_KERNELS for header in headers_of("", kernel)),
 )
 
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from chord.jit.fixed import fixed_launcher
 from chord.jit.params import COUNT, ROUTE
 
-KERNELS = (COUNT, ROUTE)
 _ALONE = 1024  # routes that one block places as fast as two kernels would
 _SHARE = 512  # routes of a block beyond, while there are multiprocessors: 32 a warp
 

@@ -31,9 +31,10 @@ from vllm.scalar_type import scalar_types
 
 import chord
 from chord.integrations.vllm import warmup
+from chord.jit.fixed import fixed_launcher
 from chord.jit.launch import KernelKey
-from chord.jit.params import FixedKernel
-from chord.ops import grouped_gemm, layer, route
+from chord.jit.params import FIXED_KERNELS, FixedKernel
+from chord.ops import grouped_gemm, layer
 from chord.plan.config import shipped_archs
 from chord.plan.problem import GemmProblem
 from chord.weights.layout import buffer_shape
@@ -171,7 +172,7 @@ class ChordExpertsBase(mk.FusedMoEExpertsModular):
             index = w1.get_device()
             with torch.cuda.device(index):
                 for kernel in self.fixed_kernels:
-                    layer.fixed_launcher(kernel, index)
+                    fixed_launcher(kernel, index)
             w13, down = self._weights.of(w1, w2)
             shape = LayerShape(self.moe_config, w13, down, index, self._slots)
             warmup.load_kernels(self._kernels(shape))
@@ -212,7 +213,7 @@ class ChordExperts(ChordExpertsBase):
     """Routed experts over tokens with expert ids: the whole layer is `chord.fused_moe`."""
 
     interleave_gate_up: ClassVar[bool] = True
-    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = (*route.KERNELS, layer.COMBINE)
+    fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = FIXED_KERNELS
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
