@@ -59,6 +59,11 @@ def test_ptxas_reports_are_read() -> None:
     )
     report = compiler.parse_ptxas(log)
     assert report == compiler.CompileReport(168, 32, 28, 112) and not report.is_clean
+    assert not report.serialised
+    slow = "ptxas info : (C7511) wgmma.mma_async instructions are serialized due to ...\n"
+    clean = log.replace("32 bytes stack frame, 28", "0 bytes stack frame, 0").replace("112", "0")
+    assert compiler.parse_ptxas(clean).is_clean
+    assert not compiler.parse_ptxas(clean + slow).is_clean
     with pytest.raises(CompileError, match="names no registers"):
         compiler.parse_ptxas("")
 

@@ -37,17 +37,20 @@ class CompileReport:
         stack_bytes: Stack frame of a thread; not zero means an array indexed at run time.
         spill_store_bytes: Bytes that spilling stores.
         spill_load_bytes: Bytes that spilling loads.
+        serialised: Whether each wgmma waits for the one before (a note C75xx of ptxas).
     """
 
     registers: int
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
+    serialised: bool = False
 
     @property
     def is_clean(self) -> bool:
-        """Whether the kernel uses neither stack nor spills."""
-        return self.stack_bytes == self.spill_store_bytes == self.spill_load_bytes == 0
+        """Whether the kernel uses neither stack nor spills, and no wgmma waits for another."""
+        memory = self.stack_bytes + self.spill_store_bytes + self.spill_load_bytes
+        return memory == 0 and not self.serialised
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def compile_unit(source: str, arch: str, include_root: Path = INCLUDE_ROOT) -> C
 
 
 def parse_ptxas(log: str) -> CompileReport:
-    """Read registers, stack and spills of the entry from the output of `ptxas -v`.
+    """Read registers, stack, spills and serialised wgmma from the output of `ptxas -v`.
 
     Raises:
         CompileError: The log does not hold them.
@@ -183,7 +186,8 @@ def parse_ptxas(log: str) -> CompileReport:
             f"the log of ptxas names no registers and spills, so they cannot be checked: {log!r}"
         )
     stack, stores, loads = (max(int(frame[i]) for frame in frames) for i in range(3))
-    return CompileReport(max(map(int, registers)), stack, stores, loads)
+    serialised = re.search(r"\(C75\d\d\)", log) is not None
+    return CompileReport(max(map(int, registers)), stack, stores, loads, serialised)
 
 
 def _missing_nvrtc(error: Exception) -> str:
