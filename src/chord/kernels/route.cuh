@@ -14,6 +14,7 @@
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/sync.cuh>
 #include <chord/kernels/route_ids.cuh>
+#include <chord/kernels/warp_sum.cuh>
 
 namespace chord {
 
@@ -179,14 +180,10 @@ class Route {
       padded[i] = round_up(total[i], p.block_m);
       sum += padded[i];
     }
-    int inclusive = sum;
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const int other = ptx::shuffle_up(inclusive, delta);
-      if (lane >= delta) inclusive += other;
-    }
-    if (lane == 31) ptx::store_shared(warp_sum(warp), inclusive);
+    int warps_own;
+    int position = sum_below(lane, sum, warps_own), used = 0;
+    if (lane == 31) ptx::store_shared(warp_sum(warp), warps_own);
     ptx::sync_block();
-    int position = inclusive - sum, used = 0;
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) {
       const int others = static_cast<int>(ptx::load_shared(warp_sum(other)));

@@ -10,6 +10,7 @@
 #include <chord/kernels/config.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/warp_sum.cuh>
 
 namespace chord {
 
@@ -103,17 +104,6 @@ class SegmentTable {
 
   SmemAddress base_;
 };
-
-// The sum of what the lanes below pass, in all 32 lanes; `all` becomes the sum of all.
-__forceinline__ int sum_below(int lane, int own, int& all) {
-  int inclusive = own;
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const int other = ptx::shuffle_up(inclusive, delta);
-    if (lane >= delta) inclusive += other;
-  }
-  all = ptx::shuffle(inclusive, 31);
-  return inclusive - own;
-}
 
 // Turns 32 * kWords words of shared memory into the sums of those before each. One warp calls it.
 template <int kWords>
