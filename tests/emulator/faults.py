@@ -325,8 +325,8 @@ PREFILL = (
     Fault(
         "pairs of warps do not wait for each other's matrices",
         "epilogue.cuh",
-        "ptx::sync_named(barrier, 64); const int row",
-        "const int row",
+        "leave_batch(first + kBatch); ptx::sync_named(barrier, 64);",
+        "leave_batch(first + kBatch);",
         "reads what a matrix store of warp|overwrites|nobody has written",
     ),
     Fault(
@@ -479,6 +479,20 @@ PREFILL = (
         r"deadlock(.*\n)*.*named barrier 1, which 128 of 160 threads have reached",
     ),
     Fault(
+        "what K leaves empty of the last stage has no weights",
+        "prefill.cuh",
+        "for (int unit = units; unit < loaded_units(k_stage); ++unit) {",
+        "for (int unit = units; unit < units; ++unit) {",
+        r"deadlock(.*\n)*.*and \d+ bytes",
+    ),
+    Fault(
+        "what K leaves empty of the last stage has the x of the stage before",
+        "prefill.cuh",
+        "for (int unit = 0; unit < loaded_units(k_stage); ++unit) {",
+        "for (int unit = 0; unit < stage_units(k_stage); ++unit) {",
+        WRONG_RESULT,
+    ),
+    Fault(
         "no registers are given back",
         "ptx/sync.cuh",
         "emulator::set_registers(kRegisters, false, where);",
@@ -546,6 +560,13 @@ SORTED = (
         "bytes more than were announced|deadlock",
     ),
     Fault(
+        "no box brings the zeros behind K",
+        "prefill.cuh",
+        "const int units = loaded_units(k_stage); if (lane() == 0) {",
+        "const int units = stage_units(k_stage); if (lane() == 0) {",
+        WRONG_RESULT,
+    ),
+    Fault(
         "a box is left out",
         "prefill.cuh",
         "if (box >= boxes) return;",
@@ -596,6 +617,6 @@ SORTING = (
         "route.cuh",
         "const int used = place_experts(warps); ptx::sync_block();",
         "const int used = place_experts(warps);",
-        f"{_UNSEEN}|{_UNRELEASED}",
+        f"{_UNSEEN}|{_UNRELEASED}|which the launch has stored before",
     ),
 )

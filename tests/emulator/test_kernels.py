@@ -20,7 +20,9 @@ DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=3)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
 DECODE_64 = DecodeConfig(max_tokens=64, warps=4, block_k=128, stages=2)
 PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
-PREFILL_TURNS = PrefillConfig(block_m=112, min_width=80, width_step=8, block_k=128, stages=4)
+PREFILL_WIDE = PrefillConfig(
+    block_m=112, min_width=80, width_step=8, block_k=128, stages=3, store_eights=3
+)
 PREFILL_64 = PrefillConfig(block_m=64, min_width=32, width_step=16, block_k=128, stages=3)
 
 SHAPES = (
@@ -79,11 +81,11 @@ def test_every_shipped_configuration(config: Config) -> None:
     check(config, inputs(shape), shape.num_blocks)
 
 
-@pytest.mark.parametrize("k", (32, 96, 256))
+@pytest.mark.parametrize("k", (32, 96, 160, 192, 256))
 @pytest.mark.parametrize("tokens", (130, 200))
-def test_warpgroups_take_turns(k: int, tokens: int) -> None:
-    """Wide tiles with a short K, among narrow ones, several in a row for one block."""
-    check(PREFILL_TURNS, inputs(Shape(3, 776, k, tokens, top_k=2, block_m=16)), 2, seed=k + tokens)
+def test_wide_tiles_of_a_short_k(k: int, tokens: int) -> None:
+    """Several in a row for one block; K fills stages in part, and the last batch is a short one."""
+    check(PREFILL_WIDE, inputs(Shape(3, 776, k, tokens, top_k=2, block_m=16)), 2, seed=k + tokens)
 
 
 @pytest.mark.parametrize("config", (DECODE_16, PREFILL_32), ids=lambda c: c.label())

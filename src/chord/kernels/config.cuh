@@ -56,6 +56,7 @@ struct PrefillConfig {
   int width_step;  // min_width + width_step, ..., block_m that holds its rows
   int block_k;     // K of a pipeline stage
   int stages;
+  int store_eights;  // eights of tokens that two warps store at a time
 
   constexpr int warps() const { return 8; }
   constexpr int tile_features() const { return warps() * kWarpFeatures; }
@@ -69,10 +70,11 @@ struct PrefillConfig {
   constexpr int stage_bytes() const {
     return x_stage_bytes() + weight_stage_bytes() + note_bytes();
   }
+  constexpr int store_bytes() const { return store_eights * warps() * kStoreBytesPerWarp; }
   constexpr int row_table_bytes() const { return 8 * block_m; }
   constexpr int smem_bytes() const {
-    return stages * stage_bytes() + warps() * kStoreBytesPerWarp + row_table_bytes() + 16 +
-           kSegmentTableBytes + kSortScratchBytes + kBarrierBytes;
+    return stages * stage_bytes() + store_bytes() + row_table_bytes() + 16 + kSegmentTableBytes +
+           kSortScratchBytes + kBarrierBytes;
   }
 };
 

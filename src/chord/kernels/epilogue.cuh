@@ -22,8 +22,7 @@ __forceinline__ int store_offset(int token, int chunk) {
 // Transposes four 8 x 8 matrices of BF16 through `buffer` (kStoreBufferBytes): register i of the
 // lanes is matrix i, features x tokens as the mma sums lie; lane 4 r + i receives the 8 features of
 // matrix i for token r. The caller alternates two buffers, which leaves one sync_warp a call.
-__forceinline__ U32x4 transpose_matrices(SmemAddress buffer, const u32 (&matrices)[4]) {
-  const int lane = ptx::thread_idx() % 32;
+__forceinline__ U32x4 transpose_matrices(SmemAddress buffer, const u32 (&matrices)[4], int lane) {
   ptx::store_matrix_x4_transposed(buffer + store_offset<4>(lane % 8, lane / 8), matrices);
   ptx::sync_warp();
   return ptx::load_shared_x4(buffer + store_offset<4>(lane / 4, lane % 4));
@@ -59,7 +58,7 @@ __forceinline__ void store_eight_tokens(SmemAddress buffer, const float (&low)[4
   const int lane = ptx::thread_idx() % 32;
   u32 matrices[4];
   pack_sums(matrices, low, high);
-  const U32x4 piece = transpose_matrices(buffer, matrices);
+  const U32x4 piece = transpose_matrices(buffer, matrices, lane);
   store_piece(piece, out, output_row, first_feature + (lane % 4) * 8, n);
 }
 
@@ -67,30 +66,43 @@ inline constexpr int kPairBufferBytes = 2 * kStoreBufferBytes;
 
 // Two neighbouring warps store what they hold of a tile together: 32 features each from
 // `first_feature` on (the first warp's), kEights times 8 tokens. Rows leave in whole lines of 128
-// bytes, and a store is issued while the next matrices are on their way. Lanes 8 i to 8 i + 7 of
-// the first (second) warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: 2 *
-// kStoreBytesPerWarp, free again when the function returns; `barrier`: a named one of the 64.
-template <int kEights>
+// bytes, kBatch eights at a time, while the next matrices are on their way. Lanes 8 i to 8 i + 7 of
+// the first (second) warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: twice
+// kBatch * kPairBufferBytes, free again when the function returns; `barrier`: a named one of 64.
+template <int kBatch, int kEights>
 __forceinline__ void store_lines(const float (&sums)[2][kEights][4],
                                  const int (&output_row)[kEights], SmemAddress buffers, int barrier,
                                  void* out, int first_feature, int n) {
-  const int lane = ptx::thread_idx() % 32, half = ptx::thread_idx() / 32 % 2;
+  // Worked out here: kept from further up, it makes prefill's widest tiles spill.
+  const int thread = ptx::opaque(ptx::thread_idx()), lane = thread % 32, half = thread / 32 % 2;
   const SmemAddress to = buffers + store_offset<8>(lane % 8, 4 * half + lane / 8);
   const SmemAddress from = buffers + store_offset<8>(4 * half + lane / 8, lane % 8);
-  const auto leave_matrices = [&](int eight) {
-    u32 matrices[4];
-    pack_sums(matrices, sums[0][eight], sums[1][eight]);
-    ptx::store_matrix_x4_transposed(to + eight % 2 * kPairBufferBytes, matrices);
+  const int feature = first_feature + (lane % 8) * 8;
+  const auto leave_batch = [&](int first) {
+#pragma unroll
+    for (int eight = first; eight < min_of(first + kBatch, kEights); ++eight) {
+      u32 matrices[4];
+      pack_sums(matrices, sums[0][eight], sums[1][eight]);
+      ptx::store_matrix_x4_transposed(to + eight % (2 * kBatch) * kPairBufferBytes, matrices);
+    }
   };
-  leave_matrices(0);
+  leave_batch(0);
   ptx::sync_named(barrier, 64);
 #pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) {
-    const U32x4 piece = ptx::load_shared_x4(from + eight % 2 * kPairBufferBytes);
-    if (eight + 1 < kEights) leave_matrices(eight + 1);
+  for (int first = 0; first < kEights; first += kBatch) {
+    U32x4 pieces[kBatch];
+#pragma unroll
+    for (int i = 0; i < min_of(kBatch, kEights - first); ++i) {
+      pieces[i] = ptx::load_shared_x4(from + (first + i) % (2 * kBatch) * kPairBufferBytes);
+    }
+    leave_batch(first + kBatch);
     ptx::sync_named(barrier, 64);
-    const int row = output_row[eight], feature = first_feature + (lane % 8) * 8;
-    ptx::store_global_x4_if(row >= 0 && feature < n, output_address(out, row, feature, n), piece);
+#pragma unroll
+    for (int i = 0; i < min_of(kBatch, kEights - first); ++i) {
+      const int row = output_row[first + i];
+      ptx::store_global_x4_if(row >= 0 && feature < n, output_address(out, row, feature, n),
+                              pieces[i]);
+    }
   }
 }
 

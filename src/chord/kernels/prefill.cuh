@@ -8,7 +8,7 @@
 //            landed, or, where rows lie sorted, one of its second warp + the bytes of x.
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
-//            warps, once more than their tile has eights of tokens (epilogue.cuh).
+//            warps, once more than they store batches of a tile (epilogue.cuh).
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -43,7 +43,7 @@ template <PrefillConfig kConfig, class Addressing>
 class Prefill {
   static_assert(kConfig.width_step == 8 || kConfig.width_step == 16,
                 "width_step must be 8 or 16: the steps of wgmma's token width that pay");
-  static_assert(kConfig.block_m % 8 == 0 && kConfig.block_m <= 192,
+  static_assert(kConfig.block_m % 8 == 0 && kConfig.block_m <= 8 * kMaxTileEights,
                 "block_m must be a multiple of 8 and at most 192: two accumulators of block_m / 2 "
                 "registers each have to fit beside the fragments");
   static_assert(kConfig.min_width % 8 == 0 && kConfig.min_width <= kConfig.block_m &&
@@ -52,8 +52,7 @@ class Prefill {
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
-  static_assert(16 * (kConfig.stages + 1) <= kBarrierBytes,
-                "the barriers of the ring and of the turns must fit");
+  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
   static_assert(!Addressing::kSortedRows || kConfig.block_m % kBoxRows == 0,
                 "block_m must be a multiple of 16 where rows of x lie sorted: a box of 16 rows may "
                 "not reach beyond its tile");
@@ -68,12 +67,14 @@ class Prefill {
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
+  // Stages of two units are multiplied whole: what K leaves empty of the last has no x, and the
+  // weights of its first unit. With a loop for it the widest kernel takes half as long again to
+  // compile; stages of more units would multiply too much for nothing.
+  static constexpr bool kWholeStages = kConfig.units() == 2;
   static constexpr int kLoaderBarrier = 1;
   static constexpr int kPairBarrier = 2;  // of the first two multiplying warps, and so on
   // Warps store in pairs, whole lines at a time; with SwiGLU half of each row is left.
   static constexpr bool kPairs = !kHasSwiglu<Addressing>;
-  // Narrower tiles do not gain from turns, and the largest have no register for them.
-  static constexpr int kTurnWidth = kConfig.block_m <= 128 ? 96 : 1000;
   static constexpr int kLoaderRegisters = kConfig.block_m > 128 ? 56 : 72;
   static constexpr int kMultiplierRegisters = kConfig.block_m > 128 ? 224 : 216;
   // The block owns what it was launched with; asking for more in sum waits for ever.
@@ -86,7 +87,7 @@ class Prefill {
     SmemAddress x = ptx::dynamic_smem();
     SmemAddress weight = x + kConfig.stages * kConfig.x_stage_bytes();
     SmemAddress store = weight + kConfig.stages * kConfig.weight_stage_bytes();
-    SmemAddress notes = store + kConfig.warps() * kStoreBytesPerWarp;
+    SmemAddress notes = store + kConfig.store_bytes();
     SmemAddress rows = notes + kConfig.stages * kConfig.note_bytes();
     SmemAddress x_rows = rows + 4 * kConfig.block_m;
     SmemAddress next_run = rows + kConfig.row_table_bytes();
@@ -107,11 +108,7 @@ class Prefill {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) {
-      ptx::mbarrier_init(turn_barrier(0), kConfig.warps() / 2);
-      ptx::mbarrier_init(turn_barrier(1), kConfig.warps() / 2);
-      ring.init(kRowArrivals + 32, 32 * kConfig.warps());
-    }
+    if (ptx::thread_idx() == 0) ring.init(kRowArrivals + 32, 32 * kConfig.warps());
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     build_schedule<kConfig.threads(), true>(addressing, table, smem.scratch, p.num_experts,
@@ -166,6 +163,9 @@ class Prefill {
   }
   int stage_units(int k_stage) const {
     return min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
+  }
+  int loaded_units(int k_stage) const {
+    return kWholeStages ? kConfig.units() : stage_units(k_stage);
   }
 
   // ---- Loading warpgroup.
@@ -286,7 +286,8 @@ class Prefill {
     if (lane() == 0) {
       ptx::store_shared(width_note(stage), width);
       ptx::store_shared(feature_note(stage), tile.feature_tile);
-      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), num_stripes * units * kUnitBytes);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage),
+                                        num_stripes * loaded_units(k_stage) * kUnitBytes);
     } else {
       ptx::mbarrier_arrive(ring.full(stage));
     }
@@ -298,6 +299,11 @@ class Prefill {
       const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
       const char* weight = static_cast<const char*>(p.weight) + source;
       ptx::bulk_load_evict_unchanged(target, weight, units * kUnitBytes, ring.full(stage));
+#pragma unroll 1
+      for (int unit = units; unit < loaded_units(k_stage); ++unit) {
+        ptx::bulk_load_evict_unchanged(target + unit * kUnitBytes, weight, kUnitBytes,
+                                       ring.full(stage));
+      }
     }
   }
 
@@ -307,7 +313,7 @@ class Prefill {
   void load_boxes(int stage, int first_row, int k_stage, int width) const {
     static_assert(kConfig.block_m <= 16 * kBoxRows, "half a warp asks for the boxes of a unit");
     const int boxes = ceil_div(width, kBoxRows);
-    const int units = stage_units(k_stage);
+    const int units = loaded_units(k_stage);
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage), boxes * units * kBoxBytes);
     }
@@ -336,9 +342,9 @@ class Prefill {
     const int chunk = thread % 8;
     const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
     if ((k_stage + 1) * kConfig.block_k > p.k) {
-      // K mod 64 = 32: the last unit's second half is zero; units behind K are not multiplied.
+      // K mod 64 = 32: the last unit's second half is zero.
 #pragma unroll 1
-      for (int unit = 0; unit < stage_units(k_stage); ++unit) {
+      for (int unit = 0; unit < loaded_units(k_stage); ++unit) {
         const bool exists = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk < p.k;
 #pragma unroll
         for (int pass = 0; pass < kCount; ++pass) {
@@ -482,13 +488,13 @@ class Prefill {
     ptx::wgmma_pin(sums[1]);
     // Warps behind N repeat the last stripe, and nothing of it is stored.
     const int stripe = min_of(warp() / 2, tile_stripes(feature_tile) - 1);
-    wait_for_turn<kWidth>();
+#pragma unroll 1
     for (int k_stage = 0;; ++k_stage) {
       ring.wait_full(at);
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy, as boxes
       // are written.
       if constexpr (!kSorted) ptx::fence_proxy_async();
-      if (stage_units(k_stage) == kConfig.units()) {
+      if (kWholeStages || stage_units(k_stage) == kConfig.units()) {
         multiply_units<kWidth, kConfig.units()>(sums, at.stage, 0, stripe);
       } else {
         for (int unit = 0; unit < stage_units(k_stage); ++unit) {
@@ -499,7 +505,6 @@ class Prefill {
       release(at.stage);
       at.advance();
     }
-    end_turn<kWidth>();
     ptx::wgmma_pin(sums[0]);
     ptx::wgmma_pin(sums[1]);
     int output_row[kWidth / 8];
@@ -513,31 +518,6 @@ class Prefill {
     store_tile<kWidth>(sums, output_row, feature_tile);
   }
 
-  // With a short K the store of a wide tile takes about as long as its multiplication. So the
-  // warpgroups multiply in turns, and one stores while the other has the tensor cores. Whoever
-  // waits holds its tile's stages, so two tiles have to fit in the ring. Barrier g: warpgroup g has
-  // ended its turn.
-  template <int kWidth>
-  bool takes_turns() const {
-    return kWidth >= kTurnWidth && 2 * k_stages() <= kConfig.stages;
-  }
-  SmemAddress turn_barrier(int group) const {
-    return smem.barriers + 16 * kConfig.stages + 8 * group;
-  }
-  template <int kWidth>
-  void wait_for_turn() const {
-    if (!takes_turns<kWidth>()) return;
-    const int group = warp() / 4;
-    ptx::mbarrier_wait(turn_barrier(1 - group), group == 0 ? turn ^ 1 : turn);
-  }
-  template <int kWidth>
-  void end_turn() {
-    if (!takes_turns<kWidth>()) return;
-    ptx::sync_warp();
-    if (lane() == 0) ptx::mbarrier_arrive(turn_barrier(warp() / 4));
-    turn ^= 1;
-  }
-
   void release(int stage) const { ptx::mbarrier_arrive(ring.empty(stage)); }
 
   template <int kWidth>
@@ -546,9 +526,10 @@ class Prefill {
     const int group = kPairs ? 2 : 1;
     const int first_warp = warp() / group * group;
     const int first_feature = feature_tile * kConfig.tile_features() + first_warp * kWarpFeatures;
-    const SmemAddress buffers = smem.store + first_warp * kStoreBytesPerWarp;
+    const SmemAddress buffers = smem.store + first_warp * kConfig.store_eights * kStoreBytesPerWarp;
     if constexpr (kPairs) {
-      store_lines(sums, output_row, buffers, kPairBarrier + warp() / 2, p.out, first_feature, p.n);
+      store_lines<kConfig.store_eights>(sums, output_row, buffers, kPairBarrier + warp() / 2, p.out,
+                                        first_feature, p.n);
     } else {
       store_sums<2>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
       // The next tile begins with the first buffer again.
@@ -566,7 +547,6 @@ class Prefill {
   const Smem smem;
   const Ring<kConfig.stages> ring{smem.barriers};
   int thread = 0;
-  u32 turn = 0;  // parity of the next one
   const SegmentTable table{smem.table};
 };
 

@@ -41,11 +41,12 @@ __forceinline__ u32 activate(const float (&sums)[4], const float (&scales)[2],
 // The scales of a lane's two tokens of eight. Lanes 4 i to 4 i + 3 pass token i's position, -1 for
 // none.
 template <class Addressing>
-__forceinline__ void load_scales(float (&scales)[2], const Addressing& addressing, int position) {
+__forceinline__ void load_scales(float (&scales)[2], const Addressing& addressing, int position,
+                                 int lane) {
   scales[0] = scales[1] = kUnscaleSum;
   if constexpr (!Addressing::kRowWeights) return;
   const float own = position >= 0 ? addressing.row_weight(position) : 0.f;
-  const int first = 8 * (ptx::thread_idx() % 4);  // of the lanes that hold token 2 t
+  const int first = 8 * (lane % 4);  // of the lanes that hold token 2 t
   const int bits = __builtin_bit_cast(int, own);
   scales[0] *= __builtin_bit_cast(float, ptx::shuffle(bits, first));
   scales[1] *= __builtin_bit_cast(float, ptx::shuffle(bits, first + 4));
@@ -64,11 +65,11 @@ __forceinline__ void store_activated(SmemAddress buffer, const float (&low)[4],
   const int lane = ptx::opaque(ptx::thread_idx()) % 32;
   const SwigluParams& p = addressing.p.swiglu;
   float scales[2], scales8[2];
-  load_scales(scales, addressing, output_row[0]);
-  load_scales(scales8, addressing, output_row[1]);
+  load_scales(scales, addressing, output_row[0], lane);
+  load_scales(scales8, addressing, output_row[1], lane);
   const u32 matrices[4] = {activate(low, scales, p), activate(high, scales, p),
                            activate(low8, scales8, p), activate(high8, scales8, p)};
-  const U32x4 piece = transpose_matrices(buffer, matrices);
+  const U32x4 piece = transpose_matrices(buffer, matrices, lane);
   const int row = lane % 4 < 2 ? output_row[0] : output_row[1];
   store_piece(piece, out, row, first_feature + (lane % 2) * 8, n);
 }

@@ -108,6 +108,7 @@ class PrefillConfig(_Rendered):
         width_step: min_width + width_step, ..., block_m that holds their rows.
         block_k: K of a pipeline stage.
         stages: Pipeline stages.
+        store_eights: Eights of rows that two warps store at a time.
     """
 
     block_m: int
@@ -115,6 +116,7 @@ class PrefillConfig(_Rendered):
     width_step: int
     block_k: int
     stages: int
+    store_eights: int = 1
 
     kernel: ClassVar[str] = "prefill"
     cpp_type: ClassVar[str] = "PrefillConfig"
@@ -142,7 +144,8 @@ class PrefillConfig(_Rendered):
         stage = units * self.block_m * 2 * UNIT_K + weights + note
         rows = 8 * self.block_m + 16
         fixed = _SORT_SCRATCH_BYTES + _FIXED_BYTES
-        return self.stages * stage + self.warps * _STORE_BYTES_PER_WARP + rows + fixed
+        store = self.store_eights * self.warps * _STORE_BYTES_PER_WARP
+        return self.stages * stage + store + rows + fixed
 
     def partial_floats(self) -> int:
         """Return 0: a prefill tile is one block's."""
@@ -188,8 +191,9 @@ _HOPPER = (
     PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=512, stages=2),
     PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=256, stages=4),
     PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=256, stages=3),
-    PrefillConfig(block_m=128, min_width=8, width_step=8, block_k=128, stages=4),
-    PrefillConfig(block_m=176, min_width=88, width_step=8, block_k=128, stages=3),
+    PrefillConfig(block_m=96, min_width=48, width_step=8, block_k=256, stages=2),
+    PrefillConfig(block_m=128, min_width=64, width_step=8, block_k=256, stages=2),
+    PrefillConfig(block_m=176, min_width=88, width_step=8, block_k=128, stages=3, store_eights=3),
 )
 # Blackwell has no wgmma, so wide tiles run on mma.sync too; 64 features a warp would spill there.
 _BLACKWELL = (

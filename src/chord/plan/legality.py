@@ -158,8 +158,6 @@ def _reject_stages(config: Config) -> str | None:
     if config.block_k <= 0 or config.block_k % 64:
         return f"block_k={config.block_k} is not a positive multiple of 64 (packed unit)"
     most = BARRIER_BYTES // _BARRIER_BYTES_PER_STAGE
-    if isinstance(config, PrefillConfig):
-        most -= 1  # two more barriers say whose turn it is
     if not 2 <= config.stages <= most:
         return (
             f"stages={config.stages} is not in 2..{most} (one stage loads while one is multiplied; "
