@@ -44,6 +44,8 @@ def test_every_task_is_of_its_profile() -> None:
         assert {task.series.addressing for task in tasks} == {addressing}
         for task in tasks:
             assert [case.tokens for case in task.cases()] == list(task.series.counts)
+            assert [case.tokens for case in task.skewed_cases()] == list(task.series.counts)
+            assert (task.skewed_cases() == task.cases()) == (addressing != "indexed")
     assert tune.file_name("h200", "") == "h200.json"
     assert tune.file_name("h200", "grouped_decode") == "h200_grouped_decode.json"
 
@@ -142,3 +144,17 @@ def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
     calls = {one: lambda: "one", two: lambda: "two", three: lambda: "three"}
     assert tune.fastest_first(calls) == [(two, 109.0), (one, 111.0), (three, 165.0)]
     assert looks == [["one", "two", "three"], ["one", "two"]]
+
+
+@pytest.mark.parametrize(("skewed", "choice"), [((90.0, 80.0), 1), ((81.0, 80.0), 0)])
+def test_skew_decides_among_those_about_as_fast(
+    monkeypatch: pytest.MonkeyPatch, skewed: tuple[float, float], choice: int
+) -> None:
+    near = list(tune.candidates(GemmProblem(48, 4096, 7168, 8192), H200))[:2]
+    timings = {
+        config: timing.Timing(*3 * [us], 1, 1, timing.FLUSH_BYTES, 2)
+        for config, us in zip(near, skewed, strict=True)
+    }
+    monkeypatch.setattr(tune, "measure_in_turns", lambda calls, **_: timings)
+    even = list(zip(near, (79.4, 81.0), strict=True))
+    assert tune.steadiest(even, dict.fromkeys(near, lambda: None)) == near[choice]
