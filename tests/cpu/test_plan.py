@@ -53,6 +53,9 @@ def test_shipped_configs_are_legal_on_their_card(arch: str) -> None:
         (dataclasses.replace(PREFILL, block_m=200), "block_m=200 is not a multiple of 8"),
         (dataclasses.replace(PREFILL, min_width=72), "min_width=72"),
         (dataclasses.replace(PREFILL, width_step=16), "does not reach block_m=64"),
+        (dataclasses.replace(PREFILL, stages=17), "stages=17 is not in 2..16"),
+        (dataclasses.replace(PREFILL, store_eights=0), "store_eights=0 is not in 1..8"),
+        (dataclasses.replace(PREFILL, store_eights=9), "store_eights=9"),
     ],
 )
 def test_every_refused_config_says_why(config: Config, words: str) -> None:

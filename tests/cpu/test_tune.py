@@ -8,6 +8,7 @@ import pytest
 
 from chord import timing
 from chord.bench import tune
+from chord.cli import tune as cli
 from chord.device import known
 from chord.plan import select
 from chord.plan.legality import reject
@@ -20,7 +21,7 @@ def measured(rows: int, pick: int = 0, addressing: str = "Indexed") -> tune.Meas
     problem = GemmProblem(48, 4096, 7168, rows, addressing)
     configs = list(tune.candidates(problem, H200))
     times = tuple((config, 20.0 if i != pick else 10.0) for i, config in enumerate(configs))
-    return tune.Measured(problem, *times[pick], times)
+    return tune.Measured(problem, *times[pick], times, dict(times))
 
 
 @pytest.mark.parametrize("rows", [1, 160, 1024, 16384])
@@ -113,7 +114,8 @@ def test_a_choice_stays_where_it_is_as_fast() -> None:
     one, two, *_ = tune.candidates(problem, H200)
 
     def row(count: int, *times: tuple[tune.Config, float]) -> tune.Measured:
-        return tune.Measured(GemmProblem(48, 4096, 7168, count), *times[0], times)
+        problem = GemmProblem(48, 4096, 7168, count)
+        return tune.Measured(problem, *times[0], times, dict(times))
 
     rows = tune.profile_rows(
         [row(8, (one, 10.0)), row(16, (two, 20.0), (one, 20.1)), row(32, (two, 30.0), (one, 31.0))]
@@ -146,15 +148,27 @@ def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
     assert looks == [["one", "two", "three"], ["one", "two"]]
 
 
-@pytest.mark.parametrize(("skewed", "choice"), [((90.0, 80.0), 1), ((81.0, 80.0), 0)])
-def test_skew_decides_among_those_about_as_fast(
-    monkeypatch: pytest.MonkeyPatch, skewed: tuple[float, float], choice: int
-) -> None:
-    near = list(tune.candidates(GemmProblem(48, 4096, 7168, 8192), H200))[:2]
-    timings = {
-        config: timing.Timing(*3 * [us], 1, 1, timing.FLUSH_BYTES, 2)
-        for config, us in zip(near, skewed, strict=True)
-    }
-    monkeypatch.setattr(tune, "measure_in_turns", lambda calls, **_: timings)
-    even = list(zip(near, (79.4, 81.0), strict=True))
-    assert tune.steadiest(even, dict.fromkeys(near, lambda: None)) == near[choice]
+def test_skew_counts_among_those_about_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = list(tune.candidates(GemmProblem(48, 4096, 7168, 8192), H200))[:2]
+    skewed_us = {one: 121.0, two: 100.0}
+    monkeypatch.setattr(
+        tune,
+        "measure_in_turns",
+        lambda calls, **_: {
+            config: timing.Timing(*3 * [skewed_us[config]], 1, 1, timing.FLUSH_BYTES, len(calls))
+            for config in calls
+        },
+    )
+    even = [(one, 100.0), (two, 102.01)]
+    scores = tune.score(even, dict.fromkeys((one, two), lambda: None))
+    assert scores == pytest.approx({one: 110.0, two: 101.0})
+    # One that nothing comes near needs no second time, whatever its skew.
+    assert tune.score(even, {one: lambda: None}) == {one: 100.0}
+    # And the choice of the row before is not kept for its even time.
+    before = tune.Measured(
+        GemmProblem(48, 4096, 7168, 4096), one, 50.0, ((one, 50.0),), {one: 50.0}
+    )
+    row = tune.Measured(GemmProblem(48, 4096, 7168, 8192), two, 102.0, tuple(even), scores)
+    rows = tune.profile_rows([before, row])
+    assert [(r["config"], r["us"]) for r in rows] == [(one.fields(), 50.0), (two.fields(), 102.01)]
+    assert f"*102.0 us (101.0 with skewed loads) {two.label()}" in cli.line(row)

@@ -508,6 +508,24 @@ PREFILL = (
     ),
 )
 
+# Where two warps store several eights of tokens at a time.
+BATCHES = (
+    Fault(
+        "a batch lies over the one that still leaves",
+        "epilogue.cuh",
+        "to + eight % (2 * kBatch) * kPairBufferBytes, matrices",
+        "to + eight % kBatch * kPairBufferBytes, matrices",
+        f"reads what a matrix store of warp|overwrites|nobody has written|{WRONG_RESULT}",
+    ),
+    Fault(
+        "the buffers of two pairs overlap",
+        "prefill.cuh",
+        "smem.store + first_warp * kConfig.store_eights * kStoreBytesPerWarp;",
+        "smem.store + first_warp * kStoreBytesPerWarp;",
+        f"reads what a matrix store of warp|overwrites|nobody has written|{WRONG_RESULT}",
+    ),
+)
+
 # Where rows lie sorted, x comes by boxes through a tensor map.
 SORTED = (
     *(

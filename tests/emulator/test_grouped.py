@@ -17,7 +17,12 @@ pytestmark = pytest.mark.emulator
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 PREFILL = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
 
-each_config = pytest.mark.parametrize("config", (DECODE, PREFILL), ids=lambda c: c.kernel)
+# A stage of four units, which K fills in part, and batches of stores.
+LONG = PrefillConfig(block_m=32, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3)
+
+each_config = pytest.mark.parametrize(
+    "config", (DECODE, PREFILL, LONG), ids=("decode", "prefill", "prefill-long")
+)
 each_form = pytest.mark.parametrize("form", FORMS)
 
 # Ragged, empty experts at both ends and in between, one row, none, several tiles an expert.

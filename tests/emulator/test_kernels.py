@@ -20,6 +20,9 @@ DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=3)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
 DECODE_64 = DecodeConfig(max_tokens=64, warps=4, block_k=128, stages=2)
 PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
+PREFILL_LONG = PrefillConfig(
+    block_m=32, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3
+)
 PREFILL_WIDE = PrefillConfig(
     block_m=112, min_width=80, width_step=8, block_k=128, stages=3, store_eights=3
 )
@@ -62,7 +65,7 @@ SHAPES = (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "config", (DECODE_8, DECODE_16, DECODE_WIDE, PREFILL_32), ids=lambda c: c.label()
+    "config", (DECODE_8, DECODE_16, DECODE_WIDE, PREFILL_32, PREFILL_LONG), ids=lambda c: c.label()
 )
 def test_every_shape(config: Config, shape: Shape) -> None:
     check(config, inputs(shape), shape.num_blocks, seed=len(str(shape)))

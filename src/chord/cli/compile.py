@@ -133,7 +133,7 @@ def _report(work: list[Job], results: dict[Job, Cubin | Exception]) -> bool:
             )
     for arch, count in clean.items():
         total = sum(job[0] == arch for job in work)
-        console.print(f"{arch}: {count} of {total} kernels compiled with zero spills")
+        console.print(f"{arch}: {count} of {total} kernels compiled, clean")
     for failure in failures:
         console.print(failure, style="red", soft_wrap=True)
     return not failures

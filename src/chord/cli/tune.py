@@ -11,6 +11,7 @@ from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
     from chord.bench.tune import Measured, Task
+    from chord.plan.config import Config
 
 
 def tune(
@@ -25,7 +26,7 @@ def tune(
         Path | None, typer.Option(help="Folder to write to. Default: the package's profiles.")
     ] = None,
 ) -> None:
-    """Measure all candidates over Kimi K2's shapes and row counts; the fastest become rows."""
+    """Measure all candidates over Kimi K2's shapes and row counts; the best become rows."""
     import torch
 
     from chord.bench import tune as search
@@ -67,13 +68,20 @@ def _measure(tasks: list[Task], name: str) -> list[dict[str, object]]:
 
 
 def line(row: Measured) -> str:
-    """Format one row: the problem and every candidate, fastest first.
+    """Format one row: the problem and every candidate, fastest first, the choice with a star.
 
     Args:
         row: A finished row.
     """
     problem = row.problem
-    times = " | ".join(f"{us:.1f} us {config.label()}" for config, us in row.all_us)
+
+    def one(config: Config, us: float) -> str:
+        star = "*" if config == row.config else ""
+        mean = row.scores.get(config, us)
+        both = f" ({mean:.1f} with skewed loads)" if mean != us else ""
+        return f"{star}{us:.1f} us{both} {config.label()}"
+
+    times = " | ".join(one(config, us) for config, us in row.all_us)
     return (
         f"{problem.addressing} E={problem.num_experts} N={problem.n} K={problem.k} "
         f"R={problem.routed_rows}: {times}"

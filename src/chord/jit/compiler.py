@@ -186,7 +186,7 @@ def parse_ptxas(log: str) -> CompileReport:
             f"the log of ptxas names no registers and spills, so they cannot be checked: {log!r}"
         )
     stack, stores, loads = (max(int(frame[i]) for frame in frames) for i in range(3))
-    serialised = re.search(r"\(C75\d\d\)", log) is not None
+    serialised = re.search(r"\(C75\d\d\).*wgmma.* serialized", log) is not None
     return CompileReport(max(map(int, registers)), stack, stores, loads, serialised)
 
 

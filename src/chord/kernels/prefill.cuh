@@ -67,9 +67,9 @@ class Prefill {
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
   static constexpr int kRunUnits = 32;
-  // Stages of two units are multiplied whole: what K leaves empty of the last has no x, and the
-  // weights of its first unit. With a loop for it the widest kernel takes half as long again to
-  // compile; stages of more units would multiply too much for nothing.
+  // Stages of two units are multiplied whole: what K leaves empty of the last has zeros for x, and
+  // the weights of its first unit. With a loop for it the widest kernel takes half as long again
+  // to compile; stages of more units would multiply too much for nothing.
   static constexpr bool kWholeStages = kConfig.units() == 2;
   static constexpr int kLoaderBarrier = 1;
   static constexpr int kPairBarrier = 2;  // of the first two multiplying warps, and so on
@@ -342,7 +342,7 @@ class Prefill {
     const int chunk = thread % 8;
     const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
     if ((k_stage + 1) * kConfig.block_k > p.k) {
-      // K mod 64 = 32: the last unit's second half is zero.
+      // Zeros for what lies behind K: half a unit, and of a stage that is multiplied whole a unit.
 #pragma unroll 1
       for (int unit = 0; unit < loaded_units(k_stage); ++unit) {
         const bool exists = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk < p.k;

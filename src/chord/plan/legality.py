@@ -151,6 +151,11 @@ def _reject_prefill(config: PrefillConfig) -> str | None:
             f"min_width={config.min_width} with width_step={config.width_step} does not reach "
             f"block_m={config.block_m} in multiples of 8"
         )
+    if not 1 <= config.store_eights <= config.block_m // 8:
+        return (
+            f"store_eights={config.store_eights} is not in 1..{config.block_m // 8} (eights of "
+            f"rows of a tile that two warps store at a time)"
+        )
     return None
 
 
