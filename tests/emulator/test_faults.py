@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults import BATCHES, DECODE, PREFILL, SORTED, Fault
-from launches import Inputs, Shape, check, grouped_inputs, inputs
+from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, grouped_inputs, inputs
 
 from chord.emulator import EmulatorError
 from chord.plan.config import Config, DecodeConfig, PrefillConfig
@@ -15,10 +15,6 @@ pytestmark = pytest.mark.emulator
 SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 PREFILL_16 = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2)
-PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
-PREFILL_LONG = PrefillConfig(
-    block_m=64, min_width=8, width_step=8, block_k=128, stages=2, store_eights=2
-)
 CASES = [
     *((DECODE_16, fault) for fault in DECODE),
     *((PREFILL_16, fault) for fault in PREFILL),
@@ -55,7 +51,7 @@ def test_planted_fault_in_sorted_rows_is_noticed(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", (DECODE_16, PREFILL_16, PREFILL_LONG), ids=("decode", "prefill", "prefill-long")
+    "config", dict.fromkeys(config for config, _ in CASES), ids=lambda c: c.label()
 )
 def test_no_fault_is_noticed_without_one(config: Config) -> None:
     check(config, inputs(SHAPE), SHAPE.num_blocks, seed=1)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launches import FORMS, check, grouped_inputs, owned_inputs
+from launches import FORMS, PREFILL_32, PREFILL_LONG, check, grouped_inputs, owned_inputs
 
 import cases
 from chord import reference
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig, PrefillConfig, shipped_configs
+from chord.plan.config import Config, DecodeConfig, shipped_configs
 from chord.routing import Contiguous, Masked
 
 pytestmark = pytest.mark.emulator
 
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
-PREFILL = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
-
-# A stage of four units, which K fills in part, and batches of stores.
-LONG = PrefillConfig(block_m=32, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3)
 
 each_config = pytest.mark.parametrize(
-    "config", (DECODE, PREFILL, LONG), ids=("decode", "prefill", "prefill-long")
+    "config", (DECODE, PREFILL_32, PREFILL_LONG), ids=("decode", "prefill", "prefill-long")
 )
 each_form = pytest.mark.parametrize("form", FORMS)
 

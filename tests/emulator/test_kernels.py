@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launches import Inputs, Shape, check, foreign_blocks, inputs
+from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, foreign_blocks, inputs
 
 import cases
 from chord.emulator import run
@@ -19,10 +19,6 @@ DECODE_8 = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=2)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=3)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
 DECODE_64 = DecodeConfig(max_tokens=64, warps=4, block_k=128, stages=2)
-PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
-PREFILL_LONG = PrefillConfig(
-    block_m=32, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3
-)
 PREFILL_WIDE = PrefillConfig(
     block_m=112, min_width=80, width_step=8, block_k=128, stages=3, store_eights=3
 )

@@ -8,11 +8,12 @@ import layer
 import pytest
 import torch
 from faults import SORTING, Fault
+from launches import PREFILL_32
 
 import cases
 import tolerance
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig, PrefillConfig
+from chord.plan.config import Config, DecodeConfig
 from chord.routing import align, local_experts
 from chord.weights import PackedExperts
 
@@ -20,9 +21,8 @@ pytestmark = pytest.mark.emulator
 
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
-PREFILL = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
 each_config = pytest.mark.parametrize(
-    "config", (DECODE, DECODE_WIDE, PREFILL), ids=lambda c: f"{c.kernel}{c.tile_rows}"
+    "config", (DECODE, DECODE_WIDE, PREFILL_32), ids=lambda c: f"{c.kernel}{c.tile_rows}"
 )
 
 # --- route --------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_gate_up_of_large_sums_stays_finite(config: Config) -> None:
     GateUp(6, 64, 256, scale=8).run(config)
 
 
-@pytest.mark.parametrize("config", (DECODE, PREFILL), ids=lambda c: c.kernel)
+@pytest.mark.parametrize("config", (DECODE, PREFILL_32), ids=lambda c: c.kernel)
 def test_gate_up_under_sanitizers(config: Config) -> None:
     given = GateUp(13, 72, 96)
     given.run(config, router=given.router, flavour="sanitize", num_blocks=2)

@@ -7,6 +7,7 @@ row counts stand for which ranges, and the files that `chord.plan.select` reads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from chord.bench import machine, records
 from chord.bench.operands import random_checkpoint
 from chord.bench.run import Chord, problem_of
 from chord.bench.scenarios import Case, Projection, Series, Suite, cases, layer
-from chord.bench.work import make_work
+from chord.bench.work import Work, make_work
 from chord.device import DeviceFacts, facts_of
 from chord.plan.config import Config, shipped_configs
 from chord.plan.legality import reject
@@ -79,22 +80,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Measured:
-    """The choice for one problem.
+    """All candidates for one problem.
 
     Attributes:
         problem: What was measured.
-        config: The fastest configuration, or one about as fast that suffers less from skew.
-        us: Its median for even loads, microseconds, cold L2.
-        all_us: Every candidate with its median for even loads, fastest first.
-        scores: What they were chosen by, less is better: the geometric mean of the medians for even
-            and for skewed loads, of those that were timed with both; else the former.
+        all_us: Every candidate with its median for even loads, microseconds, cold L2, fastest
+            first.
+        scores: What they are chosen by, less is better (`score`).
     """
 
     problem: GemmProblem
-    config: Config
-    us: float
     all_us: tuple[tuple[Config, float], ...]
     scores: dict[Config, float]
+
+    @property
+    def config(self) -> Config:
+        """The fastest configuration, or one about as fast that suffers less from skew."""
+        return min(self.scores, key=lambda config: self.scores[config])
 
 
 # Tokens routed on one rank: those of the suites, and enough between them that neighbouring choices
@@ -160,34 +162,45 @@ def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) ->
     n, k = task.projection.n, task.projection.k
     chord = Chord(random_checkpoint(task.num_experts, n, k, device), BLOCK_M)
     measured = []
+
+    def calls(work: Work, configs: Iterable[Config]) -> dict[Config, Call]:
+        return {config: chord.prepare_call(work, config) for config in configs}
+
+    def calls_of(case: Case, configs: Iterable[Config]) -> dict[Config, Call]:
+        return calls(make_work(case, device), configs)
+
     for case, skewed in zip(task.cases(), task.skewed_cases(), strict=True):
         work = make_work(case, device)
         problem = problem_of(work)
-        calls = {config: chord.prepare_call(work, config) for config in candidates(problem, facts)}
-        times = fastest_first(calls)
+        times = fastest_first(calls(work, candidates(problem, facts)))
         scores = dict(times)
         if skewed != case:
-            near = [config for config, us in times if us <= _NEAR * times[0][1]]
-            work = make_work(skewed, device)
-            scores = score(times, {config: chord.prepare_call(work, config) for config in near})
-        choice = min(scores, key=lambda config: scores[config])
-        measured.append(Measured(problem, choice, dict(times)[choice], tuple(times), scores))
+            scores = score(times, functools.partial(calls_of, skewed))
+        measured.append(Measured(problem, tuple(times), scores))
         on_row(measured[-1])
     return measured
 
 
-def score(times: Sequence[tuple[Config, float]], skewed: dict[Config, Call]) -> dict[Config, float]:
-    """Return the geometric mean of both times, even and skewed.
+def score(
+    times: Sequence[tuple[Config, float]],
+    skewed: Callable[[list[Config]], dict[Config, Call]],
+) -> dict[Config, float]:
+    """Return what configurations are chosen by where loads may be skewed.
 
     Args:
-        times: Configurations with their medians for even loads.
-        skewed: Calls with skewed loads, of those that are worth it.
+        times: Configurations with their medians for even loads, fastest first.
+        skewed: Makes their calls with skewed loads.
+
+    Returns:
+        Of those about as fast as the fastest the geometric mean of both medians, even and skewed;
+        `times` where there is no other than the fastest.
     """
     even = dict(times)
-    if len(skewed) == 1:
-        return {config: even[config] for config in skewed}
-    timings = measure_in_turns(skewed, warmup_ms=WARMUP_MS, repeat_ms=FINAL_MS)
-    return {config: math.sqrt(even[config] * timings[config].median_us) for config in skewed}
+    near = [config for config, us in times if us <= _NEAR * times[0][1]]
+    if len(near) == 1:
+        return even
+    timings = measure_in_turns(skewed(near), warmup_ms=WARMUP_MS, repeat_ms=FINAL_MS)
+    return {config: math.sqrt(even[config] * timings[config].median_us) for config in near}
 
 
 def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
