@@ -167,8 +167,8 @@ BOTH = (
     Fault(
         "the schedule is read before it is written",
         "schedule.cuh",
-        "ptx::sync_block(); if constexpr (kLongestFirst) {",
-        "if constexpr (kLongestFirst) {",
+        "one_tile_each = ptx::sync_block_and(one_tile_each);",
+        "",
         f"nobody has written|without having waited|{_UNRELEASED}",
     ),
     Fault(
@@ -314,13 +314,6 @@ PREFILL = (
         "row >= 0 && feature < n, output_address",
         "row >= 0, output_address",
         "has stored before|outside every tensor",
-    ),
-    Fault(
-        "counts of tile lengths are read before they are summed",
-        "schedule.cuh",
-        "sum_words<kCounts / 32>(counts, lane); ptx::sync_block();",
-        "sum_words<kCounts / 32>(counts, lane);",
-        f"{_UNSEEN}|{_UNRELEASED}|has stored before|{WRONG_RESULT}",
     ),
     Fault(
         "pairs of warps do not wait for each other's matrices",
@@ -510,6 +503,13 @@ PREFILL = (
 
 # Where two warps store several eights of tokens at a time.
 BATCHES = (
+    Fault(
+        "counts of tile lengths are read before they are summed",
+        "schedule.cuh",
+        "sum_words<kCounts / 32>(counts, lane); ptx::sync_block();",
+        "sum_words<kCounts / 32>(counts, lane);",
+        f"{_UNSEEN}|{_UNRELEASED}|has stored before|{WRONG_RESULT}",
+    ),
     Fault(
         "a batch lies over the one that still leaves",
         "epilogue.cuh",

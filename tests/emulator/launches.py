@@ -13,9 +13,9 @@ from chord.plan.config import Config, PrefillConfig
 from chord.routing import Contiguous, Indexed, Masked, align
 
 PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
-# A stage of four units, which K fills in part, and batches of stores.
+# A stage of four units, which K fills in part, batches of stores, the longest tiles first.
 PREFILL_LONG = PrefillConfig(
-    block_m=32, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3
+    block_m=48, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3
 )
 
 

@@ -97,6 +97,9 @@ class Decode {
 
   __forceinline__ void run() {
     if (ptx::thread_idx() == 0) ring.init(32 + 1, 32 * kConfig.warps);
+    await<Addressing, Awaits::kRouting>();
+    let_next_begin<Addressing>();
+    const ScheduleBuilder<kConfig.threads(), false, Addressing> schedule(addressing, p.num_experts);
     // Rows of x that no copy writes are multiplied too (their sums are dropped): they must not hold
     // what other kernels left.
     constexpr int kZeroBytes = kConfig.stages * kConfig.x_stage_bytes();
@@ -104,10 +107,7 @@ class Decode {
       ptx::store_shared_x4(smem.x + at, {0, 0, 0, 0});
     }
     ptx::fence_proxy_async();
-    await<Addressing, Awaits::kRouting>();
-    let_next_begin<Addressing>();
-    build_schedule<kConfig.threads(), false>(addressing, table, smem.scratch, p.num_experts,
-                                             kConfig.max_tokens);
+    schedule.build(table, smem.scratch, kConfig.max_tokens);
     // The host sees to it that chunks are fewer than 2^31.
     const int chunks = table.num_tiles() * feature_tiles() * k_chunks();
     chunks_per_block = chunks / ptx::grid_dim();

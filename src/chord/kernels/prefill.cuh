@@ -58,6 +58,8 @@ class Prefill {
                 "not reach beyond its tile");
 
   static constexpr bool kSorted = Addressing::kSortedRows;
+  // Narrow tiles are about equally long: memory takes longer than they do.
+  static constexpr bool kLongestFirst = kConfig.block_m > 32;
   static constexpr int kLoaders = 128;
   // Arrivals for x. The loading warps that fill stages all arrive: one that did not might fall
   // behind by a turn of the ring and wait for a phase that is long over.
@@ -111,8 +113,8 @@ class Prefill {
     if (ptx::thread_idx() == 0) ring.init(kRowArrivals + 32, 32 * kConfig.warps());
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
-    build_schedule<kConfig.threads(), true>(addressing, table, smem.scratch, p.num_experts,
-                                            kConfig.block_m);
+    ScheduleBuilder<kConfig.threads(), kLongestFirst, Addressing>(addressing, p.num_experts)
+        .build(table, smem.scratch, kConfig.block_m);
     if (ptx::thread_idx() >= 32 * kConfig.warps()) {
       ptx::lower_registers<kLoaderRegisters>();
       load();

@@ -40,9 +40,10 @@ class SegmentTable {
     ptx::store_shared(base_ + kSegmentTableBytes - 4, num_tiles);
   }
 
+  // The first tile is the segment's own number: right where every segment is one tile.
   void write_begin(int segment, int row, int expert) {
     ptx::store_shared(row_begin(segment), row);
-    ptx::store_shared(expert_and_tile(segment), expert << kExpertShift);
+    ptx::store_shared(expert_and_tile(segment), expert << kExpertShift | segment);
   }
   void write_end(int segment, int row) { ptx::store_shared(row_end(segment), row); }
   int rows(int segment) const {
@@ -51,7 +52,7 @@ class SegmentTable {
   }
   void write_first_tile(int segment, int tile) {
     const SmemAddress word = expert_and_tile(segment);
-    ptx::store_shared(word, ptx::load_shared(word) | tile);
+    ptx::store_shared(word, (ptx::load_shared(word) & ~kTileMask) | tile);
   }
   // A segment's entry without its first tile, to be put in another place.
   struct Entry {
@@ -61,12 +62,12 @@ class SegmentTable {
   };
   Entry entry(int segment) const {
     return {ptx::load_shared(row_begin(segment)), ptx::load_shared(row_end(segment)),
-            ptx::load_shared(expert_and_tile(segment))};
+            ptx::load_shared(expert_and_tile(segment)) >> kExpertShift};
   }
   void write_entry(int segment, const Entry& entry) {
     ptx::store_shared(row_begin(segment), entry.row_begin);
     ptx::store_shared(row_end(segment), entry.row_end);
-    ptx::store_shared(expert_and_tile(segment), entry.expert);
+    ptx::store_shared(expert_and_tile(segment), entry.expert << kExpertShift | segment);
   }
   int first_tile(int segment) const {
     return ptx::load_shared(expert_and_tile(segment)) & kTileMask;
@@ -75,6 +76,7 @@ class SegmentTable {
   // The segment that owns tile `tile` (0 to num_tiles - 1).
   Segment find(int tile) const {
     int low = 0, high = num_segments();
+    if (high == num_tiles()) low = tile, high = tile + 1;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (first_tile(middle) <= tile) {
@@ -167,106 +169,139 @@ void sort_by_tile_rows(SegmentTable table, SmemAddress counts, int num_segments,
   }
 }
 
-// Fills the table. All threads of the block call it; it synchronises the block, so what was written
-// to shared memory before is visible after. `scratch`: kScheduleScratchBytes, with kLongestFirst
-// kSortScratchBytes. Experts that are none of `num_experts` have no weights to be read: their rows
-// are left out.
+// Fills the table. All threads of the block make one and call build(), which synchronises the block:
+// what was written to shared memory before is visible after. In between a thread has other things
+// to do: the first items have been asked for, and come from cold memory. Experts that are none of
+// `num_experts` have no weights to be read: their rows are left out.
 template <int kThreads, bool kLongestFirst, class Addressing>
-void build_schedule(const Addressing& addressing, SegmentTable table, SmemAddress scratch,
-                    int num_experts, int max_rows) {
-  constexpr int kWarps = kThreads / 32;
+class ScheduleBuilder {
+  static constexpr int kWarps = kThreads / 32;
   static_assert(8 * kWarps <= kScheduleScratchBytes, "two counts a warp");
-  // Nothing of it is kept for what comes later, which needs all registers.
-  const int thread = ptx::opaque(ptx::thread_idx()), warp = thread / 32, lane = thread % 32;
-  const int max_items = addressing.max_items();
-  const int items_per_warp = round_up(ceil_div(max_items, kWarps), 32);
-  const int warp_begin = warp * items_per_warp;
-  const int warp_end = min_of(warp_begin + items_per_warp, max_items);
-  const int num_items = addressing.num_items();
 
-  auto expert_of = [&](int item) {
-    // Items that do not exist may be read (the buffer has room for them) but do not count.
-    const int expert = item >= 0 && item < max_items ? addressing.expert(item) : -1;
-    return item < num_items && expert < num_experts ? expert : -1;
-  };
-  // One lane an item; hands over whether the item begins and ends a segment.
-  auto scan = [&](auto&& visit) {
-#pragma unroll 1
-    for (int base = warp_begin; base < warp_end; base += 32) {
-      const int item = base + lane;
-      const int expert = expert_of(item);
-      const bool begins = expert >= 0 && expert_of(item - 1) != expert;
-      const bool ends = expert >= 0 && expert_of(item + 1) != expert;
-      visit(item, expert, begins, ends);
-    }
-  };
-
-  // Count segment begins and ends of each warp's items.
-  int begins_before = 0, ends_before = 0;
-  scan([&](int, int, bool begins, bool ends) {
-    begins_before += ptx::count_bits(ptx::ballot(begins));
-    ends_before += ptx::count_bits(ptx::ballot(ends));
-  });
-  if (lane == 0) {
-    ptx::store_shared(scratch + 8 * warp, begins_before);
-    ptx::store_shared(scratch + 8 * warp + 4, ends_before);
+ public:
+  ScheduleBuilder(const Addressing& addressing, int num_experts)
+      : addressing_(addressing), num_experts_(num_experts) {
+    const int share = round_up(ceil_div(addressing.max_items(), kWarps), 32);
+    begin_ = warp_ * share;
+    end_ = min_of(begin_ + share, addressing.max_items());
+    first_ = load(begin_ + lane_);
+    items_end_ = addressing.load_items_end();
   }
-  ptx::sync_block();
 
-  // Sum the counts of the warps before this one.
-  int num_segments = 0;
-  begins_before = ends_before = 0;
-#pragma unroll 1
-  for (int other = 0; other < kWarps; ++other) {
-    const int begins = ptx::load_shared(scratch + 8 * other);
-    if (other < warp) {
-      begins_before += begins;
-      ends_before += ptx::load_shared(scratch + 8 * other + 4);
+  // `scratch`: kScheduleScratchBytes, with kLongestFirst kSortScratchBytes.
+  void build(SegmentTable table, SmemAddress scratch, int max_rows) const {
+    // Count the segments that begin and end among each warp's items.
+    int begins = 0, ends = 0;
+    for_each_item([&](int, const Item& item) {
+      begins += ptx::count_bits(ptx::ballot(item.begins()));
+      ends += ptx::count_bits(ptx::ballot(item.ends()));
+    });
+    if (lane_ == 0) {
+      ptx::store_shared(scratch + 8 * warp_, begins);
+      ptx::store_shared(scratch + 8 * warp_ + 4, ends);
     }
-    num_segments += begins;
-  }
-  // More segments than experts means blocks of one expert that do not lie together.
-  if (num_segments > kMaxSegments) ptx::trap();
+    ptx::sync_block();
 
-  // Write each segment's first and last row.
-  scan([&](int item, int expert, bool begins, bool ends) {
-    const u32 below = (1u << lane) - 1;
-    const u32 begin_mask = ptx::ballot(begins), end_mask = ptx::ballot(ends);
-    if (begins) {
-      table.write_begin(begins_before + ptx::count_bits(begin_mask & below),
-                        addressing.row_begin(item), expert);
+    // Sum the counts of the warps before this one: a lane has those of one warp.
+    U32x2 counts{0, 0};
+    if (lane_ < kWarps) counts = ptx::load_shared_x2(scratch + 8 * lane_);
+    const bool is_before = lane_ < warp_;
+    const int num_segments = ptx::sum_lanes(counts.x);
+    begins = ptx::sum_lanes(is_before ? counts.x : 0);
+    ends = ptx::sum_lanes(is_before ? counts.y : 0);
+    // More segments than experts means blocks of one expert that do not lie together.
+    if (num_segments > kMaxSegments) ptx::trap();
+
+    // Write each segment's first and last row.
+    bool one_tile_each = true;
+    for_each_item([&](int index, const Item& item) {
+      const u32 below = (1u << lane_) - 1;
+      const u32 begin_mask = ptx::ballot(item.begins()), end_mask = ptx::ballot(item.ends());
+      const int row_begin = item.begins() ? addressing_.row_begin(index) : 0;
+      const int row_end = item.ends() ? addressing_.row_end(index) : 0;
+      if (item.begins()) {
+        const int segment = begins + ptx::count_bits(begin_mask & below);
+        table.write_begin(segment, row_begin, item.own);
+      }
+      if (item.ends()) table.write_end(ends + ptx::count_bits(end_mask & below), row_end);
+      if (item.begins() != item.ends() || row_end - row_begin > max_rows) one_tile_each = false;
+      begins += ptx::count_bits(begin_mask);
+      ends += ptx::count_bits(end_mask);
+    });
+    if (ptx::thread_idx() == 0) table.write_counts(num_segments, num_segments);
+    one_tile_each = ptx::sync_block_and(one_tile_each);
+    if constexpr (kLongestFirst) {
+      sort_by_tile_rows<kThreads>(table, scratch, num_segments, max_rows);
+      ptx::sync_block();
     }
-    if (ends) {
-      table.write_end(ends_before + ptx::count_bits(end_mask & below), addressing.row_end(item));
-    }
-    begins_before += ptx::count_bits(begin_mask);
-    ends_before += ptx::count_bits(end_mask);
-  });
-  ptx::sync_block();
-  if constexpr (kLongestFirst) {
-    sort_by_tile_rows<kThreads>(table, scratch, num_segments, max_rows);
+    if (one_tile_each) return;
+    if (warp_ == 0) number_tiles(table, num_segments, max_rows);
     ptx::sync_block();
   }
 
-  // Number the tiles: a lane has neighbouring segments.
-  if (warp == 0) {
-    const int share = ceil_div(num_segments, 32), first = lane * share;
+ private:
+  // Experts of an item and of its neighbours, -1 for none.
+  struct Item {
+    int before;
+    int own;
+    int after;
+
+    bool begins() const { return own >= 0 && before != own; }
+    bool ends() const { return own >= 0 && after != own; }
+  };
+
+  // Items that do not exist may be read (the buffer has room for them).
+  Item load(int index) const {
+    const auto expert = [&](int item) {
+      return item >= 0 && item < addressing_.max_items() ? addressing_.expert(item) : -1;
+    };
+    return {expert(index - 1), expert(index), expert(index + 1)};
+  }
+
+  // Visits the warp's items with those left out that count for nothing, a lane an item.
+  template <class Visit>
+  __forceinline__ void for_each_item(Visit&& visit) const {
+    Item item = first_;
+#pragma unroll 1
+    for (int base = begin_; base < end_; base += 32) {
+      const int index = base + lane_;
+      if (base > begin_) item = load(index);
+      const auto valid = [&](int at, int expert) {
+        return addressing_.is_item(at, items_end_) && expert < num_experts_ ? expert : -1;
+      };
+      visit(index, Item{valid(index - 1, item.before), valid(index, item.own),
+                        valid(index + 1, item.after)});
+    }
+  }
+
+  // One warp calls it; a lane has neighbouring segments.
+  void number_tiles(SegmentTable table, int num_segments, int max_rows) const {
+    const int share = ceil_div(num_segments, 32), first = lane_ * share;
     const int end = min_of(first + share, num_segments);
     int own = 0, num_tiles;
 #pragma unroll 4
     for (int segment = first; segment < end; ++segment) {
       own += ceil_div(table.rows(segment), max_rows);
     }
-    int tile = sum_below(lane, own, num_tiles);
+    int tile = sum_below(lane_, own, num_tiles);
 #pragma unroll 4
     for (int segment = first; segment < end; ++segment) {
       const int tiles = ceil_div(table.rows(segment), max_rows);
       table.write_first_tile(segment, tile);
       tile += tiles;
     }
-    if (lane == 0) table.write_counts(num_segments, num_tiles);
+    if (lane_ == 0) table.write_counts(num_segments, num_tiles);
   }
-  ptx::sync_block();
-}
+
+  // Nothing of it is kept for what comes later, which needs all registers.
+  const int thread_ = ptx::opaque(ptx::thread_idx());
+  const int warp_ = thread_ / 32;
+  const int lane_ = thread_ % 32;
+  const Addressing& addressing_;
+  const int num_experts_;
+  int begin_, end_;  // the warp's items
+  Item first_;       // of the lane
+  int items_end_;
+};
 
 }  // namespace chord

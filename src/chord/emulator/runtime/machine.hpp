@@ -61,6 +61,7 @@ struct Thread {
   std::vector<HeldRegisters> held;
   std::vector<FencedRegisters> fenced;
   bool has_fenced = false;
+  bool agreed = false;       // what the last barrier with a vote said
   bool has_awaited = false;  // the kernel before this one
   Fiber fiber;
 
@@ -76,6 +77,7 @@ enum class Collective : std::uint8_t {
   kBallot,
   kShuffle,
   kShuffleUp,
+  kSumLanes,
   kMatch,
   kMma,
   kLoadMatrix,
@@ -130,6 +132,7 @@ struct NamedBarrier {
   int expected = 0;
   Where first;
   std::vector<Thread*> arrived;
+  bool all = true;  // of them have passed true
 };
 
 struct Mbarrier {

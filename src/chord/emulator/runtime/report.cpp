@@ -84,7 +84,8 @@ std::string wait_text(const Thread& thread) {
 const char* name_of(Collective kind) {
   static const char* const names[] = {"nothing",      "sync_warp",
                                       "ballot",       "shuffle",
-                                      "shuffle_up",   "match",
+                                      "shuffle_up",   "sum_lanes",
+                                      "match",
                                       "mma",          "load_matrix",
                                       "store_matrix", "wgmma_fence",
                                       "wgmma",        "wgmma_commit",

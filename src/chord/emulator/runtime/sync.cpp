@@ -1,5 +1,6 @@
 // Barriers of warp and block, votes, shuffles, register budgets.
 #include <bit>
+#include <utility>
 
 #include "api.hpp"
 #include "machine.hpp"
@@ -29,7 +30,8 @@ void share_in_warp(Warp& warp) {
   share_knowledge(*warp.block, lanes);
 }
 
-void named(int id, int threads, Where where) {
+// Returns whether all threads pass true.
+bool named(int id, int threads, Where where, bool predicate = true) {
   touch();
   Block& block = *self->block;
   if (id < 0 || id >= static_cast<int>(block.named.size())) {
@@ -48,16 +50,20 @@ void named(int id, int threads, Where where) {
                      barrier.expected, place_text(barrier.first).c_str()));
   }
   barrier.arrived.push_back(self);
+  barrier.all &= predicate;
   if (static_cast<int>(barrier.arrived.size()) < threads) {
     launch->suspend(State::kNamed, where, id);
-    return;
+    return self->agreed;
   }
   share_knowledge(block, barrier.arrived);
   const std::vector<Thread*> arrived = std::move(barrier.arrived);
   barrier.arrived.clear();
+  const bool all = std::exchange(barrier.all, true);
   for (Thread* thread : arrived) {
+    thread->agreed = all;
     if (thread != self) launch->wake(*thread);
   }
+  return all;
 }
 
 struct Exchange {
@@ -95,6 +101,10 @@ int block_index() { return self->block->index; }
 int block_count() { return launch->arguments.blocks; }
 
 void sync_block(Where where) { named(0, self->block->slots.threads, where); }
+
+bool sync_block_and(bool predicate, Where where) {
+  return named(0, self->block->slots.threads, where, predicate);
+}
 
 void sync_named(int id, int threads, Where where) {
   if (id == 0) fail(where, "uses named barrier 0, which belongs to sync_block");
@@ -136,6 +146,16 @@ int shuffle_up(int value, int delta, Where where) {
       const int source = lane - exchange.lane;
       exchange.result = exchange_of(warp, source < 0 ? lane : source).value;
     }
+  });
+  return mine.result;
+}
+
+int sum_lanes(int value, Where where) {
+  Exchange mine{value, 0, 0};
+  meet(Collective::kSumLanes, where, &mine, [](Warp& warp) {
+    int sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += exchange_of(warp, lane).value;
+    for (int lane = 0; lane < 32; ++lane) exchange_of(warp, lane).result = sum;
   });
   return mine.result;
 }

@@ -21,11 +21,11 @@ struct Indexed {
 
   const Params& p;
 
-  // Known to the host; items from num_items() on do not exist.
+  // Known to the host. Which of them exist is to be asked with what load_items_end() gives, which
+  // comes from memory.
   int max_items() const { return p.num_blocks; }
-  int num_items() const {
-    return min_of(ptx::load_global(p.num_rows_padded) / p.block_m, p.num_blocks);
-  }
+  int load_items_end() const { return ptx::load_global(p.num_rows_padded); }
+  bool is_item(int item, int items_end) const { return row_end(item) <= items_end; }
   int expert(int item) const { return ptx::load_global(p.expert_ids + item); }
   int row_begin(int item) const { return item * p.block_m; }
   int row_end(int item) const { return (item + 1) * p.block_m; }

@@ -12,6 +12,22 @@ __forceinline__ int grid_dim() { return static_cast<int>(gridDim.x); }
 // Waits for all threads of the block; orders their shared and global accesses.
 __forceinline__ void sync_block() { asm volatile("barrier.sync 0;" ::: "memory"); }
 
+// The same; says whether all of them pass true.
+__forceinline__ bool sync_block_and(bool predicate) {
+  u32 all;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "barrier.red.and.pred q, 0, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(static_cast<u32>(predicate))
+      : "memory");
+  return all != 0;
+}
+
 // Waits for all 32 lanes; orders their memory accesses among each other.
 __forceinline__ void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 
@@ -57,6 +73,13 @@ __forceinline__ int shuffle_up(int value, int delta) {
                : "=r"(result)
                : "r"(value), "r"(delta));
   return result;
+}
+
+// The sum of what the 32 lanes pass. All of them take part.
+__forceinline__ int sum_lanes(int value) {
+  int sum;
+  asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(value));
+  return sum;
 }
 
 // The lanes that pass the same value, this one among them. All 32 lanes take part.

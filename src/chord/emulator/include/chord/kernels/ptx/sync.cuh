@@ -16,6 +16,10 @@ inline void sync_block(emulator::Where where = emulator::Where::current()) {
   emulator::sync_block(where);
 }
 
+inline bool sync_block_and(bool predicate, emulator::Where where = emulator::Where::current()) {
+  return emulator::sync_block_and(predicate, where);
+}
+
 inline void sync_warp(emulator::Where where = emulator::Where::current()) {
   emulator::sync_warp(where);
 }
@@ -36,6 +40,10 @@ inline int shuffle(int value, int source_lane, emulator::Where where = emulator:
 
 inline int shuffle_up(int value, int delta, emulator::Where where = emulator::Where::current()) {
   return emulator::shuffle_up(value, delta, where);
+}
+
+inline int sum_lanes(int value, emulator::Where where = emulator::Where::current()) {
+  return emulator::sum_lanes(value, where);
 }
 
 inline u32 match(int value, emulator::Where where = emulator::Where::current()) {
