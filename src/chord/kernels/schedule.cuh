@@ -169,10 +169,10 @@ void sort_by_tile_rows(SegmentTable table, SmemAddress counts, int num_segments,
   }
 }
 
-// Fills the table. All threads of the block make one and call build(), which synchronises the block:
-// what was written to shared memory before is visible after. In between a thread has other things
-// to do: the first items have been asked for, and come from cold memory. Experts that are none of
-// `num_experts` have no weights to be read: their rows are left out.
+// Fills the table. All threads of the block make one and call build(), which synchronises the
+// block: what was written to shared memory before is visible after. In between a thread has other
+// things to do: the first items have been asked for, and come from cold memory. Experts that are
+// none of `num_experts` have no weights to be read: their rows are left out.
 template <int kThreads, bool kLongestFirst, class Addressing>
 class ScheduleBuilder {
   static constexpr int kWarps = kThreads / 32;

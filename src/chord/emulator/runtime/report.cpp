@@ -82,14 +82,12 @@ std::string wait_text(const Thread& thread) {
 }  // namespace
 
 const char* name_of(Collective kind) {
-  static const char* const names[] = {"nothing",      "sync_warp",
-                                      "ballot",       "shuffle",
-                                      "shuffle_up",   "sum_lanes",
-                                      "match",
-                                      "mma",          "load_matrix",
-                                      "store_matrix", "wgmma_fence",
-                                      "wgmma",        "wgmma_commit",
-                                      "wgmma_wait",   "raise_registers or lower_registers"};
+  static const char* const names[] = {
+      "nothing",      "sync_warp",   "ballot",
+      "shuffle",      "shuffle_up",  "sum_lanes",
+      "match",        "mma",         "load_matrix",
+      "store_matrix", "wgmma_fence", "wgmma",
+      "wgmma_commit", "wgmma_wait",  "raise_registers or lower_registers"};
   return names[static_cast<int>(kind)];
 }
 
