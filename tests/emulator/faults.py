@@ -520,7 +520,7 @@ BATCHES = (
     Fault(
         "the buffers of two pairs overlap",
         "prefill.cuh",
-        "smem.store + first_warp * kConfig.store_eights * kStoreBytesPerWarp;",
+        "smem.store + first_warp * kConfig.warp_store_bytes();",
         "smem.store + first_warp * kStoreBytesPerWarp;",
         f"reads what a matrix store of warp|overwrites|nobody has written|{WRONG_RESULT}",
     ),

@@ -8,7 +8,7 @@ import layer
 import pytest
 import torch
 from faults import SORTING, Fault
-from launches import PREFILL_32
+from launches import PREFILL_32, PREFILL_LONG
 
 import cases
 import tolerance
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.emulator
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
 each_config = pytest.mark.parametrize(
-    "config", (DECODE, DECODE_WIDE, PREFILL_32), ids=lambda c: f"{c.kernel}{c.tile_rows}"
+    "config",
+    (DECODE, DECODE_WIDE, PREFILL_32, PREFILL_LONG),
+    ids=lambda c: f"{c.kernel}{c.tile_rows}",
 )
 
 # --- route --------------------------------------------------------------------------------------

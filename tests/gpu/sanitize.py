@@ -70,6 +70,7 @@ class LayerLaunch:
     top_k: int
     blocks: int
     routing: str = "uniform"
+    weight_on_input: bool = False
 
 
 LAUNCHES = (
@@ -91,6 +92,7 @@ GROUPED = (
 LAYERS = (
     LayerLaunch("layer of ragged rows", 4, 352, 160, tokens=23, top_k=2, blocks=3),
     LayerLaunch("layer of shared tiles, holes", 2, 1056, 96, 9, 2, blocks=7, routing="holes"),
+    LayerLaunch("layer with weighted input", 4, 352, 160, 23, 2, blocks=3, weight_on_input=True),
     LayerLaunch("layer of many routes", 12, 128, 64, tokens=1500, top_k=3, blocks=4),
     LayerLaunch("layer for nobody, full grid", 4, 64, 64, 4, 2, blocks=0, routing="none"),
 )
@@ -201,6 +203,7 @@ class LayerOperands:
     """A whole layer: `call` runs it with both GEMMs of one configuration."""
 
     name: str
+    addressings: tuple[str, str]
     blocks: int
     call: Callable[[Config], torch.Tensor]
     expected: torch.Tensor
@@ -213,19 +216,21 @@ def layer_operands(problem: LayerLaunch) -> LayerOperands:
     hidden = cases.real_x(problem.tokens, problem.hidden)
     ids = cases.topk_ids(problem.tokens, problem.top_k, problem.num_experts, problem.routing)
     router = cases.topk_weights(problem.tokens, problem.top_k, kind="real")
-    expected = chord.reference.fused_moe(hidden, *packed, router, ids)
+    options = {"apply_router_weight_on_input": problem.weight_on_input}
+    expected = chord.reference.fused_moe(hidden, *packed, router, ids, **options)
     given = [tensor.cuda() for tensor in (hidden, router, ids)]
     w13, w2 = (p.to("cuda") for p in packed)
 
     def call(config: Config) -> torch.Tensor:
-        return chord.fused_moe(given[0], w13, w2, *given[1:], configs=(config, config))
+        return chord.fused_moe(given[0], w13, w2, *given[1:], configs=(config, config), **options)
 
-    return LayerOperands(problem.name, problem.blocks, call, expected)
+    addressings = (f"RoutedGateUp{'Weighted' * problem.weight_on_input}", "RoutedDown")
+    return LayerOperands(problem.name, addressings, problem.blocks, call, expected)
 
 
 def count_wrong_rows(config: Config, given: LayerOperands) -> int:
     """Run the layer twice and count rows that are further off than a layer may be."""
-    for addressing in ("RoutedGateUp", "RoutedDown"):
+    for addressing in given.addressings:
         set_grid(config, addressing, given.blocks)
     outs = [given.call(config).cpu() for _ in range(2)]
     limit = 2 * tolerance.LAYER_LIMIT  # both sides round

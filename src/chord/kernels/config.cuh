@@ -70,7 +70,8 @@ struct PrefillConfig {
   constexpr int stage_bytes() const {
     return x_stage_bytes() + weight_stage_bytes() + note_bytes();
   }
-  constexpr int store_bytes() const { return store_eights * warps() * kStoreBytesPerWarp; }
+  constexpr int warp_store_bytes() const { return store_eights * kStoreBytesPerWarp; }
+  constexpr int store_bytes() const { return warps() * warp_store_bytes(); }
   constexpr int row_table_bytes() const { return 8 * block_m; }
   constexpr int smem_bytes() const {
     return stages * stage_bytes() + store_bytes() + row_table_bytes() + 16 + kSegmentTableBytes +

@@ -50,6 +50,8 @@ class Prefill {
                     (kConfig.block_m - kConfig.min_width) % kConfig.width_step == 0,
                 "widths go from min_width to block_m in steps of width_step");
   static_assert(kConfig.block_k % kUnitK == 0, "block_k must be a multiple of 64 (packed unit)");
+  static_assert(kConfig.store_eights >= 1 && kConfig.store_eights <= kConfig.block_m / 8,
+                "store_eights must be from 1 to the eights of block_m");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
   static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
@@ -490,7 +492,6 @@ class Prefill {
     ptx::wgmma_pin(sums[1]);
     // Warps behind N repeat the last stripe, and nothing of it is stored.
     const int stripe = min_of(warp() / 2, tile_stripes(feature_tile) - 1);
-#pragma unroll 1
     for (int k_stage = 0;; ++k_stage) {
       ring.wait_full(at);
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy, as boxes
@@ -528,7 +529,7 @@ class Prefill {
     const int group = kPairs ? 2 : 1;
     const int first_warp = warp() / group * group;
     const int first_feature = feature_tile * kConfig.tile_features() + first_warp * kWarpFeatures;
-    const SmemAddress buffers = smem.store + first_warp * kConfig.store_eights * kStoreBytesPerWarp;
+    const SmemAddress buffers = smem.store + first_warp * kConfig.warp_store_bytes();
     if constexpr (kPairs) {
       store_lines<kConfig.store_eights>(sums, output_row, buffers, kPairBarrier + warp() / 2, p.out,
                                         first_feature, p.n);
