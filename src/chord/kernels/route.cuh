@@ -5,7 +5,7 @@
 //          the highest of them keeps the warp's own counter of it. So every route has its rank:
 //          same input, same order. `match` is slow (73 cycles a warp), which is why shares are
 //          small; counting all ids again in every block instead took 44 us for 65,536.
-// Code     comes from cold memory, like that of decode: a lane has one id at a time and a thread one
+// Code     comes from cold memory, like decode's: a lane has one id at a time and a thread one
 //          expert. With four ids on their way a decode step's sort took 1 to 3 us longer.
 // Result   Position p of the sorted order holds a route (token * top_k + slot). With block_m above
 //          1 each expert begins at a multiple of it, and what only fills blocks holds num_routes:
