@@ -9,6 +9,7 @@ it works, so that calls measured one after another are not measured under the sa
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ IN_TURNS = "in turns"
 """The words of `method` by which a record shows that its times were taken so."""
 
 _ESTIMATE_ROUNDS = 3
+_HIDE_FACTOR = 1.5  # flushing against what a launch was seen to take
 
 Call = Callable[[], object]
 Name = TypeVar("Name")
@@ -48,7 +50,7 @@ def method(repeat_ms: float = REPEAT_MS, warmup_ms: float = WARMUP_MS) -> str:
         f"once, in rotated order; median over {MIN_ROUNDS} to {MAX_ROUNDS} rounds, as many as "
         f"{repeat_ms:g} ms a contestant allow, after up to {MAX_ROUNDS} rounds of warm-up "
         f"({warmup_ms:g} ms a contestant); cold L2 ({FLUSH_BYTES >> 20} MiB written before each "
-        f"call)"
+        f"call, for {_HIDE_FACTOR:g} times as long as its launch takes)"
     )
 
 
@@ -92,8 +94,8 @@ class Timing:
 class Clock(Protocol):
     """What `measure_in_turns` needs from a device: an L2 flush and the times of single calls."""
 
-    def flush(self) -> None:
-        """Empty the caches, in stream order, outside the timed interval."""
+    def flush(self, hide_us: float) -> None:
+        """Empty the caches, in stream order, outside the timed interval, for at least `hide_us`."""
 
     def start(self) -> None:
         """Mark the beginning of a timed interval in stream order."""
@@ -108,8 +110,9 @@ class Clock(Protocol):
 class CudaClock:
     """CUDA events on the current stream of one device.
 
-    The flush is a kernel that runs for longer than a launch takes, so the launch of the timed call
-    is hidden behind it, and the interval holds only what the device does.
+    The launch of the timed call is hidden behind the flush, so the interval holds only what the
+    device does: a buffer is written once, and again for as long as a slow launch takes. (Peers'
+    calls cost a slow CPU 70 us, where one flush takes 60: a kernel of 10 us then looked like 80.)
     """
 
     def __init__(self, flush_bytes: int = FLUSH_BYTES) -> None:
@@ -120,11 +123,21 @@ class CudaClock:
             )
         self._buffer = torch.empty(flush_bytes // 4, dtype=torch.int32, device="cuda")
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._flush_us = self._time_flush() if flush_bytes else 0.0
 
-    def flush(self) -> None:
-        """Write the whole flush buffer."""
-        if self._buffer.numel():
+    def _time_flush(self) -> float:
+        for _ in range(_ESTIMATE_ROUNDS):
             self._buffer.zero_()
+            self.start()
+            self._buffer.zero_()
+            self.stop()
+        return min(self.collect_us())
+
+    def flush(self, hide_us: float) -> None:
+        """Write the whole flush buffer, at least once and for at least `hide_us`."""
+        if self._buffer.numel():
+            for _ in range(max(1, math.ceil(hide_us / self._flush_us))):
+                self._buffer.zero_()
 
     def start(self) -> None:
         """Record the start event."""
@@ -181,14 +194,16 @@ def measure_in_turns(
 
     So all of them see the card as hot and as fast as it is at that time. The order rotates from
     round to round. Each timed call is enclosed by its own event pair; a buffer larger than the L2
-    is written just before it. The number of rounds is the same for all, from MIN_ROUNDS to
-    MAX_ROUNDS, and follows from the time of a whole round.
+    is written just before it, for longer than the launch takes, which would count else. The number
+    of rounds is the same for all, from MIN_ROUNDS to MAX_ROUNDS, and follows from the time of a
+    whole round.
 
     Args:
         calls: A function without arguments for each contestant.
         warmup_ms: Time to spend on warm-up calls, times the number of contestants.
         repeat_ms: Time to spend on timed calls, times the number of contestants.
-        flush_bytes: Size of the flush buffer; 0 leaves the L2 warm.
+        flush_bytes: Size of the flush buffer; 0 leaves the L2 warm, and hides no launch: then a
+            call that the device finishes sooner is timed as its launch.
         clock: Another clock than CUDA events; for tests.
 
     Returns:
@@ -210,12 +225,15 @@ def measure_in_turns(
     for call in contestants:
         call()
     cold = flush_bytes > 0
-    estimates = _time_rounds(clock, contestants, _ESTIMATE_ROUNDS, cold)
+    hide_us = [0.0] * len(contestants) if cold else None
+    estimates, launches = _time_rounds(clock, contestants, _ESTIMATE_ROUNDS, hide_us)
+    if cold:
+        hide_us = [_HIDE_FACTOR * statistics.median(one) for one in launches]
     mean_us = max(statistics.mean(statistics.median(times) for times in estimates), 0.1)
     num_warmup = min(max(1, int(warmup_ms * 1e3 / mean_us)), MAX_ROUNDS)
     num_rounds = min(max(MIN_ROUNDS, int(repeat_ms * 1e3 / mean_us)), MAX_ROUNDS)
     # Without a pause between warm-up and the rest, in which the card would cool down.
-    times = _time_rounds(clock, contestants, num_warmup + num_rounds, cold)
+    times, _ = _time_rounds(clock, contestants, num_warmup + num_rounds, hide_us)
     return {
         name: _summarise(
             sorted(one[num_warmup:]),
@@ -293,23 +311,29 @@ def measure_host_us(call: Call, *, num_calls: int = 200, num_warmup: int = 20) -
 
 
 def _time_rounds(
-    clock: Clock, calls: Sequence[Call], num_rounds: int, cold: bool
-) -> list[list[float]]:
-    """Return the times of each call, round by round."""
+    clock: Clock, calls: Sequence[Call], num_rounds: int, hide_us: Sequence[float] | None
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the times of each call, round by round, and what launching it cost the CPU.
+
+    `hide_us` is how long to flush at least before each call; None leaves the L2 warm.
+    """
     order = []
+    launches: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
         for place in range(len(calls)):
             which = (number + place) % len(calls)
             order.append(which)
-            if cold:
-                clock.flush()
+            begin = time.perf_counter_ns()
+            if hide_us is not None:
+                clock.flush(hide_us[which])
             clock.start()
             calls[which]()
             clock.stop()
+            launches[which].append((time.perf_counter_ns() - begin) / 1e3)
     times: list[list[float]] = [[] for _ in calls]
     for which, us in zip(order, clock.collect_us(), strict=True):
         times[which].append(us)
-    return times
+    return times, launches
 
 
 def _summarise(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ class FakeClock:
     def __init__(self, times_us: list[float]) -> None:
         self.times_us = times_us
         self.log: list[str] = []
+        self.hidden_us: list[float] = []
         self.marked: list[float] = []
         self.calls = 0
 
-    def flush(self) -> None:
+    def flush(self, hide_us: float) -> None:
         self.log.append("flush")
+        self.hidden_us.append(hide_us)
 
     def start(self) -> None:
         self.log.append("start")
@@ -73,6 +77,56 @@ def test_each_timed_call_follows_its_own_flush() -> None:
     assert timed[1::4] == ["start"] * (len(timed) // 4)
     assert timed[3::4] == ["stop"] * (len(timed) // 4)
     assert set(timed[2::4]) == {"a", "b"}
+
+
+def test_flushing_hides_each_launch() -> None:
+    """A call that costs the CPU more than one flush would be timed as its launch."""
+    clock = FakeClock([1000.0])
+
+    def slow() -> None:
+        until = time.perf_counter_ns() + 2_000_000
+        while time.perf_counter_ns() < until:
+            pass
+
+    calls = {"slow": slow, "quick": lambda: None}
+    timing.measure_in_turns(calls, repeat_ms=3, warmup_ms=1, clock=clock)
+    estimated, later = clock.hidden_us[:6], clock.hidden_us[6:]
+    assert estimated == [0.0] * 6
+    slow_us, quick_us = max(later), min(later)
+    assert set(later) == {slow_us, quick_us}
+    assert slow_us >= 1.5 * 2000 and quick_us < 1000
+
+
+class FakeEvent:
+    """Events that are 60 us apart."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.recorded += 1
+        self.at_us = 60.0 * FakeEvent.recorded
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at_us - self.at_us) / 1e3
+
+
+@pytest.mark.parametrize(("hide_us", "writes"), [(0, 1), (1, 1), (60, 1), (61, 2), (1000, 17)])
+def test_cuda_clock_writes_as_often_as_it_has_to_hide(
+    monkeypatch: pytest.MonkeyPatch, hide_us: float, writes: int
+) -> None:
+    buffer = MagicMock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: buffer)
+    clock = timing.CudaClock()
+    buffer.zero_.reset_mock()
+    clock.flush(hide_us)
+    assert buffer.zero_.call_count == writes
+    assert clock.collect_us() == []
 
 
 def test_every_round_calls_everyone_once_in_rotated_order() -> None:
@@ -180,6 +234,18 @@ def test_a_copy_takes_about_its_bytes() -> None:
     result = timing.measure(lambda: target.copy_(source))
     rate = 2 * source.numel() / result.median_us / 1e6
     assert 0.5 < rate < 20, f"a copy at {rate:.2f} TB/s is not believable"
+
+
+@pytest.mark.gpu
+def test_a_slow_launch_is_not_timed() -> None:
+    x = torch.zeros(1 << 10, device="cuda")
+
+    def launch_late() -> None:
+        time.sleep(0.5e-3)
+        x.add_(1)
+
+    times = timing.measure_in_turns({"late": launch_late, "at once": lambda: x.add_(1)})
+    assert times["late"].median_us < 100, "the launch of 500 us was timed"
 
 
 @pytest.mark.gpu
