@@ -71,7 +71,9 @@ quantised; both in the same run. Nothing is measured on Blackwell yet.
 `chord bench` and `chord tune` measure in turns: every round calls each contestant of a row once
 (Chord, the peers and the dense matmul; for the tuner all candidates), in an order that rotates from
 round to round, and the median is over rounds. A card changes its speed with power and heat while it
-works, and all contestants are to meet the same. `timer` in each record says how it was measured.
+works, and all contestants are to meet the same. Before each call the L2 is flushed for longer than
+the CPU takes to launch it, so that no launch is timed; where a record's `timer` does not say so, it
+was flushed once, for about 60 us.
 """
 IN_BLOCKS = (
     "Measured in blocks, not in turns: all calls of one contestant, then all of the next, so that",
