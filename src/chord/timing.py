@@ -123,7 +123,7 @@ class CudaClock:
             )
         self._buffer = torch.empty(flush_bytes // 4, dtype=torch.int32, device="cuda")
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._flush_us = self._time_flush() if flush_bytes else 0.0
+        self._flush_us: float | None = None
 
     def _time_flush(self) -> float:
         for _ in range(_ESTIMATE_ROUNDS):
@@ -135,9 +135,16 @@ class CudaClock:
 
     def flush(self, hide_us: float) -> None:
         """Write the whole flush buffer, at least once and for at least `hide_us`."""
-        if self._buffer.numel():
-            for _ in range(max(1, math.ceil(hide_us / self._flush_us))):
-                self._buffer.zero_()
+        if not self._buffer.numel():
+            return
+        num_writes = 1
+        if hide_us > 0:
+            # Not before: a card that has been idle is slow at first.
+            if self._flush_us is None:
+                self._flush_us = self._time_flush()
+            num_writes = max(1, math.ceil(hide_us / self._flush_us))
+        for _ in range(num_writes):
+            self._buffer.zero_()
 
     def start(self) -> None:
         """Record the start event."""
@@ -199,11 +206,12 @@ def measure_in_turns(
     whole round.
 
     Args:
-        calls: A function without arguments for each contestant.
+        calls: A function without arguments for each contestant, which does not wait for the device:
+            a wait could not be hidden.
         warmup_ms: Time to spend on warm-up calls, times the number of contestants.
         repeat_ms: Time to spend on timed calls, times the number of contestants.
-        flush_bytes: Size of the flush buffer; 0 leaves the L2 warm, and hides no launch: then a
-            call that the device finishes sooner is timed as its launch.
+        flush_bytes: Size of the flush buffer, a multiple of the L2; 0 leaves the L2 warm, and hides
+            no launch: then a call that the device finishes sooner is timed as its launch.
         clock: Another clock than CUDA events; for tests.
 
     Returns:
@@ -226,7 +234,7 @@ def measure_in_turns(
         call()
     cold = flush_bytes > 0
     hide_us = [0.0] * len(contestants) if cold else None
-    estimates, launches = _time_rounds(clock, contestants, _ESTIMATE_ROUNDS, hide_us)
+    estimates, launches = _estimate(clock, contestants, hide_us)
     if cold:
         hide_us = [_HIDE_FACTOR * statistics.median(one) for one in launches]
     mean_us = max(statistics.mean(statistics.median(times) for times in estimates), 0.1)
@@ -310,16 +318,39 @@ def measure_host_us(call: Call, *, num_calls: int = 200, num_warmup: int = 20) -
     return statistics.median(times)
 
 
-def _time_rounds(
-    clock: Clock, calls: Sequence[Call], num_rounds: int, hide_us: Sequence[float] | None
+def _estimate(
+    clock: Clock, calls: Sequence[Call], hide_us: Sequence[float] | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the times of each call, round by round, and what launching it cost the CPU.
+    """Return as `_time_rounds`; the device is waited for after each round.
 
-    `hide_us` is how long to flush at least before each call; None leaves the L2 warm.
+    So no launch waits for room in the queue.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    launches: list[list[float]] = [[] for _ in calls]
+    for number in range(_ESTIMATE_ROUNDS):
+        for mine, more in zip(
+            (times, launches), _time_rounds(clock, calls, 1, hide_us, number), strict=True
+        ):
+            for one, other in zip(mine, more, strict=True):
+                one += other
+    return times, launches
+
+
+def _time_rounds(
+    clock: Clock,
+    calls: Sequence[Call],
+    num_rounds: int,
+    hide_us: Sequence[float] | None,
+    first_round: int = 0,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the times of each call, round by round, and what the CPU took for it.
+
+    That is for the launches of the flush, of the events and of the call. `hide_us` is how long to
+    flush at least before each call; None leaves the L2 warm.
     """
     order = []
     launches: list[list[float]] = [[] for _ in calls]
-    for number in range(num_rounds):
+    for number in range(first_round, first_round + num_rounds):
         for place in range(len(calls)):
             which = (number + place) % len(calls)
             order.append(which)

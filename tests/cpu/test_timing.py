@@ -123,6 +123,9 @@ def test_cuda_clock_writes_as_often_as_it_has_to_hide(
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: buffer)
     clock = timing.CudaClock()
+    clock.flush(0.0)
+    assert buffer.zero_.call_count == 1
+    clock.flush(1.0)  # times the flush first
     buffer.zero_.reset_mock()
     clock.flush(hide_us)
     assert buffer.zero_.call_count == writes

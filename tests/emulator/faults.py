@@ -638,3 +638,14 @@ SORTING = (
         f"{_UNSEEN}|{_UNRELEASED}|which the launch has stored before",
     ),
 )
+
+# With more experts than threads.
+SORTING_TWICE = (
+    Fault(
+        "sums of the warps are left before all have read those of the experts before",
+        "route.cuh",
+        "if (first > 0) ptx::sync_block();",
+        "",
+        f"{_UNSEEN}|overwrites",
+    ),
+)

@@ -200,6 +200,30 @@ def test_votes_and_shuffles() -> None:
     assert torch.equal(result[64:], torch.full((32,), 1130, dtype=torch.int32))
 
 
+def test_sums_of_a_warp() -> None:
+    given = torch.arange(-5, 27, dtype=torch.int32) ** 3
+    body = "p.out[lane] = ptx::sum_lanes(ptx::load_global(p.in + lane));"
+    assert torch.equal(run(body, given, 32), given.sum().int().expand(32))
+
+
+@pytest.mark.parametrize("no", (-1, 0, 37, 63))
+def test_votes_of_a_block(no: int) -> None:
+    """One thread that says no is enough, and the next vote knows nothing of it."""
+    body = f"""
+  const bool first = ptx::sync_block_and(thread != {no});
+  const bool second = ptx::sync_block_and(true);
+  p.out[thread] = 2 * first + second;"""
+    result = run(body, torch.zeros(1, dtype=torch.int32), 64, threads=64)
+    assert torch.equal(result, torch.full((64,), 3 if no < 0 else 1, dtype=torch.int32))
+
+
+def test_a_vote_and_a_plain_barrier_do_not_meet() -> None:
+    """PTX leaves open what happens then."""
+    body = "if (thread < 32) ptx::sync_block(); else ptx::sync_block_and(true);"
+    with pytest.raises(EmulatorError, match=r"barrier 0 with(out)? a vote, others with"):
+        run(body, torch.zeros(1, dtype=torch.int32), 1, threads=64)
+
+
 def test_additions_to_shared_memory() -> None:
     body = """
   for (int i = thread; i < 8; i += 64) ptx::store_shared(smem + 4 * i, 1000 * i);

@@ -7,7 +7,7 @@ import math
 import layer
 import pytest
 import torch
-from faults import SORTING, Fault
+from faults import SORTING, SORTING_TWICE, Fault
 from launches import PREFILL_32, PREFILL_LONG
 
 import cases
@@ -119,11 +119,15 @@ def test_route_in_every_interleaving(seed: int) -> None:
     check_sort(cases.topk_ids(300, 4, 40, "skewed"), 40, num_blocks=4, seed=seed)
 
 
-@pytest.mark.parametrize("fault", SORTING, ids=lambda fault: fault.name)
-def test_planted_fault_in_the_sort_is_noticed(fault: Fault) -> None:
-    ids = cases.topk_ids(300, 4, 40, "skewed")
+@pytest.mark.parametrize(
+    ("num_experts", "fault"),
+    [*((40, fault) for fault in SORTING), *((600, fault) for fault in SORTING_TWICE)],
+    ids=lambda value: value.name if isinstance(value, Fault) else str(value),
+)
+def test_planted_fault_in_the_sort_is_noticed(num_experts: int, fault: Fault) -> None:
+    ids = cases.topk_ids(300, 4, num_experts, "skewed")
     with pytest.raises(EmulatorError, match=fault.message):
-        layer.route(ids, 40, num_blocks=4, replaced=fault.replaced())
+        layer.route(ids, num_experts, num_blocks=4, replaced=fault.replaced())
 
 
 def test_route_under_sanitizers() -> None:

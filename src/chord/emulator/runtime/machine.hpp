@@ -132,7 +132,8 @@ struct NamedBarrier {
   int expected = 0;
   Where first;
   std::vector<Thread*> arrived;
-  bool all = true;  // of them have passed true
+  bool votes = false;  // whether they pass something
+  bool all = true;     // of them have passed true
 };
 
 struct Mbarrier {

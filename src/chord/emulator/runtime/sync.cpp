@@ -30,8 +30,11 @@ void share_in_warp(Warp& warp) {
   share_knowledge(*warp.block, lanes);
 }
 
-// Returns whether all threads pass true.
-bool named(int id, int threads, Where where, bool predicate = true) {
+// What a thread passes at a barrier.
+enum class Vote : std::uint8_t { kNone, kYes, kNo };
+
+// Returns whether no thread passes no.
+bool named(int id, int threads, Where where, Vote vote = Vote::kNone) {
   touch();
   Block& block = *self->block;
   if (id < 0 || id >= static_cast<int>(block.named.size())) {
@@ -45,12 +48,18 @@ bool named(int id, int threads, Where where, bool predicate = true) {
   if (barrier.arrived.empty()) {
     barrier.expected = threads;
     barrier.first = where;
+    barrier.votes = vote != Vote::kNone;
   } else if (barrier.expected != threads) {
     fail(where, text("waits on barrier %d for %d threads, others for %d (%s)", id, threads,
                      barrier.expected, place_text(barrier.first).c_str()));
   }
+  if (barrier.votes != (vote != Vote::kNone)) {
+    fail(where, text("waits on barrier %d %s a vote, others %s one (%s)", id,
+                     barrier.votes ? "without" : "with", barrier.votes ? "with" : "without",
+                     place_text(barrier.first).c_str()));
+  }
   barrier.arrived.push_back(self);
-  barrier.all &= predicate;
+  barrier.all &= vote != Vote::kNo;
   if (static_cast<int>(barrier.arrived.size()) < threads) {
     launch->suspend(State::kNamed, where, id);
     return self->agreed;
@@ -103,7 +112,7 @@ int block_count() { return launch->arguments.blocks; }
 void sync_block(Where where) { named(0, self->block->slots.threads, where); }
 
 bool sync_block_and(bool predicate, Where where) {
-  return named(0, self->block->slots.threads, where, predicate);
+  return named(0, self->block->slots.threads, where, predicate ? Vote::kYes : Vote::kNo);
 }
 
 void sync_named(int id, int threads, Where where) {
