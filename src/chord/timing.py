@@ -142,7 +142,7 @@ class CudaClock:
             # Not before: a card that has been idle is slow at first.
             if self._flush_us is None:
                 self._flush_us = self._time_flush()
-            num_writes = max(1, math.ceil(hide_us / self._flush_us))
+            num_writes = math.ceil(hide_us / self._flush_us)
         for _ in range(num_writes):
             self._buffer.zero_()
 
@@ -234,7 +234,7 @@ def measure_in_turns(
         call()
     cold = flush_bytes > 0
     hide_us = [0.0] * len(contestants) if cold else None
-    estimates, launches = _estimate(clock, contestants, hide_us)
+    estimates, launches = _time_rounds(clock, contestants, _ESTIMATE_ROUNDS, hide_us, pause=True)
     if cold:
         hide_us = [_HIDE_FACTOR * statistics.median(one) for one in launches]
     mean_us = max(statistics.mean(statistics.median(times) for times in estimates), 0.1)
@@ -318,39 +318,35 @@ def measure_host_us(call: Call, *, num_calls: int = 200, num_warmup: int = 20) -
     return statistics.median(times)
 
 
-def _estimate(
-    clock: Clock, calls: Sequence[Call], hide_us: Sequence[float] | None
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Return as `_time_rounds`; the device is waited for after each round.
-
-    So no launch waits for room in the queue.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    launches: list[list[float]] = [[] for _ in calls]
-    for number in range(_ESTIMATE_ROUNDS):
-        for mine, more in zip(
-            (times, launches), _time_rounds(clock, calls, 1, hide_us, number), strict=True
-        ):
-            for one, other in zip(mine, more, strict=True):
-                one += other
-    return times, launches
-
-
 def _time_rounds(
     clock: Clock,
     calls: Sequence[Call],
     num_rounds: int,
     hide_us: Sequence[float] | None,
-    first_round: int = 0,
+    *,
+    pause: bool = False,
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Return the times of each call, round by round, and what the CPU took for it.
 
-    That is for the launches of the flush, of the events and of the call. `hide_us` is how long to
-    flush at least before each call; None leaves the L2 warm.
+    That is for the launches of the flush, of the events and of the call.
+
+    Args:
+        clock: Marks and collects the times.
+        calls: The contestants.
+        num_rounds: Rounds, in each of which every contestant is called once.
+        hide_us: How long to flush at least before each call; None leaves the L2 warm.
+        pause: Wait for the device after each round: then no launch waits for room in its queue.
     """
-    order = []
+    times: list[list[float]] = [[] for _ in calls]
     launches: list[list[float]] = [[] for _ in calls]
-    for number in range(first_round, first_round + num_rounds):
+    order: list[int] = []
+
+    def collect() -> None:
+        for which, us in zip(order, clock.collect_us(), strict=True):
+            times[which].append(us)
+        order.clear()
+
+    for number in range(num_rounds):
         for place in range(len(calls)):
             which = (number + place) % len(calls)
             order.append(which)
@@ -361,9 +357,9 @@ def _time_rounds(
             calls[which]()
             clock.stop()
             launches[which].append((time.perf_counter_ns() - begin) / 1e3)
-    times: list[list[float]] = [[] for _ in calls]
-    for which, us in zip(order, clock.collect_us(), strict=True):
-        times[which].append(us)
+        if pause:
+            collect()
+    collect()
     return times, launches
 
 

@@ -501,7 +501,7 @@ PREFILL = (
     ),
 )
 
-# Where two warps store several eights of tokens at a time.
+# Where tiles are sorted by their length, and two warps store several eights of tokens at a time.
 BATCHES = (
     Fault(
         "counts of tile lengths are read before they are summed",

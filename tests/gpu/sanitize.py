@@ -224,8 +224,8 @@ def layer_operands(problem: LayerLaunch) -> LayerOperands:
     def call(config: Config) -> torch.Tensor:
         return chord.fused_moe(given[0], w13, w2, *given[1:], configs=(config, config), **options)
 
-    addressings = (f"RoutedGateUp{'Weighted' * problem.weight_on_input}", "RoutedDown")
-    return LayerOperands(problem.name, addressings, problem.blocks, call, expected)
+    gate_up = "RoutedGateUpWeighted" if problem.weight_on_input else "RoutedGateUp"
+    return LayerOperands(problem.name, (gate_up, "RoutedDown"), problem.blocks, call, expected)
 
 
 def count_wrong_rows(config: Config, given: LayerOperands) -> int:
