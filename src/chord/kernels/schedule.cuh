@@ -2,8 +2,9 @@
 //
 // A segment is a longest run of items of one expert. Its rows are cut into the fewest tiles of at
 // most `max_rows`, all about equally long and a multiple of 8, so that 130 rows at a limit of 64
-// become 48 + 48 + 34 and not 64 + 64 + 2. Where blocks take tiles from a counter, segments with
-// the longest tiles come first (kLongestFirst): the last tiles, which some wait for, are short.
+// become 48 + 48 + 34 and not 64 + 64 + 2. Where blocks take tiles of more than 32 rows from a
+// counter, segments with the longest tiles come first (kLongestFirst): the last tiles, which some
+// wait for, are short.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
@@ -182,10 +183,10 @@ class ScheduleBuilder {
   ScheduleBuilder(const Addressing& addressing, int num_experts)
       : addressing_(addressing), num_experts_(num_experts) {
     const int share = round_up(ceil_div(addressing.max_items(), kWarps), 32);
-    begin_ = warp_ * share;
-    end_ = min_of(begin_ + share, addressing.max_items());
-    first_ = load(begin_ + lane_);
-    items_end_ = addressing.load_items_end();
+    warp_begin_ = warp_ * share;
+    warp_end_ = min_of(warp_begin_ + share, addressing.max_items());
+    first_ = load(warp_begin_ + lane_);
+    end_ = addressing.load_end();
   }
 
   // `scratch`: kScheduleScratchBytes, with kLongestFirst kSortScratchBytes.
@@ -224,6 +225,7 @@ class ScheduleBuilder {
         table.write_begin(segment, row_begin, item.own);
       }
       if (item.ends()) table.write_end(ends + ptx::count_bits(end_mask & below), row_end);
+      // A segment of several items counts as one that may need several tiles.
       if (item.begins() != item.ends() || row_end - row_begin > max_rows) one_tile_each = false;
       begins += ptx::count_bits(begin_mask);
       ends += ptx::count_bits(end_mask);
@@ -263,11 +265,12 @@ class ScheduleBuilder {
   __forceinline__ void for_each_item(Visit&& visit) const {
     Item item = first_;
 #pragma unroll 1
-    for (int base = begin_; base < end_; base += 32) {
+    for (int base = warp_begin_; base < warp_end_; base += 32) {
       const int index = base + lane_;
-      if (base > begin_) item = load(index);
+      if (base > warp_begin_) item = load(index);
       const auto valid = [&](int at, int expert) {
-        return addressing_.is_item(at, items_end_) && expert < num_experts_ ? expert : -1;
+        const bool counts = expert >= 0 && expert < num_experts_;
+        return counts && addressing_.is_item(at, end_) ? expert : -1;
       };
       visit(index, Item{valid(index - 1, item.before), valid(index, item.own),
                         valid(index + 1, item.after)});
@@ -299,9 +302,9 @@ class ScheduleBuilder {
   const int lane_ = thread_ % 32;
   const Addressing& addressing_;
   const int num_experts_;
-  int begin_, end_;  // the warp's items
-  Item first_;       // of the lane
-  int items_end_;
+  int warp_begin_, warp_end_;  // the warp's items
+  Item first_;                 // of the lane
+  int end_;                    // which items exist
 };
 
 }  // namespace chord

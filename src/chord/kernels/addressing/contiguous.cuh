@@ -29,8 +29,8 @@ struct ContiguousOffsets {
   const Params& p;
 
   int max_items() const { return p.num_experts; }
-  int load_items_end() const { return p.num_experts; }
-  bool is_item(int item, int items_end) const { return item < items_end; }
+  int load_end() const { return p.num_experts; }
+  bool is_item(int item, int end) const { return item < end; }
   int expert(int item) const { return row_begin(item) < row_end(item) ? item : -1; }
   int row_begin(int item) const { return row_at(item); }
   int row_end(int item) const { return row_at(item + 1); }
@@ -48,7 +48,7 @@ struct ContiguousOffsets {
 };
 
 // num_rows experts, ascending, -1 for a row of nobody. Items are rows: every block reads all of
-// them, twice, which costs more than offsets do. A row of nobody parts its neighbours, so a launch
+// them, most twice, which costs more than offsets do. A row of nobody parts its neighbours, so a launch
 // holds kMaxSegments stretches of rows.
 struct ContiguousIndices {
   using Params = ContiguousParams;
@@ -57,8 +57,8 @@ struct ContiguousIndices {
   const Params& p;
 
   int max_items() const { return p.num_rows; }
-  int load_items_end() const { return p.num_rows; }
-  bool is_item(int item, int items_end) const { return item < items_end; }
+  int load_end() const { return p.num_rows; }
+  bool is_item(int item, int end) const { return item < end; }
   int expert(int item) const {
     const i64 expert = p.load(item);
     return expert >= 0 && expert < p.num_experts ? static_cast<int>(expert) : -1;

@@ -21,11 +21,11 @@ struct Indexed {
 
   const Params& p;
 
-  // Known to the host. Which of them exist is to be asked with what load_items_end() gives, which
-  // comes from memory.
+  // Known to the host. Which of them exist is to be asked with what load_end() gives, a
+  // position, which comes from memory.
   int max_items() const { return p.num_blocks; }
-  int load_items_end() const { return ptx::load_global(p.num_rows_padded); }
-  bool is_item(int item, int items_end) const { return row_end(item) <= items_end; }
+  int load_end() const { return ptx::load_global(p.num_rows_padded); }
+  bool is_item(int item, int end) const { return row_end(item) <= end; }
   int expert(int item) const { return ptx::load_global(p.expert_ids + item); }
   int row_begin(int item) const { return item * p.block_m; }
   int row_end(int item) const { return (item + 1) * p.block_m; }

@@ -20,8 +20,8 @@ struct RoutedRows {
   const Params& p;
 
   int max_items() const { return p.num_experts; }
-  int load_items_end() const { return p.num_experts; }
-  bool is_item(int item, int items_end) const { return item < items_end; }
+  int load_end() const { return p.num_experts; }
+  bool is_item(int item, int end) const { return item < end; }
   int expert(int item) const { return row_begin(item) < row_end(item) ? item : -1; }
   int row_begin(int item) const { return ptx::load_written(p.offsets + item); }
   int row_end(int item) const { return ptx::load_written(p.offsets + item + 1); }
