@@ -42,7 +42,7 @@ class Route {
 
  private:
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kCountsUnroll = 16;  // the same of other blocks' counts
+  static constexpr int kCountsUnroll = 16;  // counts of other blocks on their way at a time
 
   // Words of shared memory: a warp's counters, the places of the experts, sums of the warps.
   SmemAddress counter(int in_warp, int expert) const {
@@ -64,7 +64,7 @@ class Route {
     ptx::let_kernel_after_begin();
     const int begin = p.ids.begin(), end = p.ids.end();
     // A warp's share lies in a piece, so that ranks go by warp.
-    const int warp_share = max_of(round_up(ceil_div(end - begin, kWarps), 32), 32);
+    const int warp_share = round_up(max_of(ceil_div(end - begin, kWarps), 1), 32);
     const int warp_begin = min_of(begin + warp * warp_share, end);
     const int warp_end = min_of(warp_begin + warp_share, end);
     const int warps = ceil_div(end - begin, warp_share);

@@ -230,7 +230,7 @@ class ScheduleBuilder {
       begins += ptx::count_bits(begin_mask);
       ends += ptx::count_bits(end_mask);
     });
-    if (ptx::thread_idx() == 0) table.write_counts(num_segments, num_segments);
+    if (thread_ == 0) table.write_counts(num_segments, num_segments);
     one_tile_each = ptx::sync_block_and(one_tile_each);
     if constexpr (kLongestFirst) {
       sort_by_tile_rows<kThreads>(table, scratch, num_segments, max_rows);
