@@ -61,7 +61,12 @@ def test_every_code_and_scale_is_where_the_layout_says(
     num_experts, n, k = shape
     data = weights.pack(interleave_gate_up=interleave).data.flatten().numpy().tobytes()
     seen = bytearray(len(data))
-    codes, scales = weights.codes.tolist(), weights.scales.view(torch.int16).tolist()
+    codes = weights.codes.tolist()
+    # What stands for a scale in packed rows 0 to 7 and 8 to 15 of a row tile.
+    stored_scales = [
+        (weights.scales * factor).view(torch.int16).tolist()
+        for factor in layout.STORED_SCALE_FACTORS
+    ]
     for e in range(num_experts):
         for feature in range(n):
             row = layout.packed_row(feature, n, interleave)
@@ -74,7 +79,7 @@ def test_every_code_and_scale_is_where_the_layout_says(
                 if column % 32 == 0:
                     place = unit + layout.scale_position(row, column)
                     stored = int.from_bytes(data[place : place + 2], "little", signed=True)
-                    assert stored == scales[e][feature][column // 32]
+                    assert stored == stored_scales[row // 8 % 2][e][feature][column // 32]
                     seen[place] += 2
                     seen[place + 1] += 2
     # Two codes a byte, every scale once; what no element claimed is padding: code 8, scale 0.

@@ -25,7 +25,7 @@ constexpr int code_offset(int row_tile, int lane) {
   return row_tile * kRowTileCodeBytes + lane * 16;
 }
 
-// Inside a unit: where a lane finds the scale pairs (rows g, g + 8) of both groups.
+// Inside a unit: where a lane finds the stored scales (rows g, g + 8) of both groups.
 constexpr int scale_offset(int row_tile, int lane) {
   return kUnitCodeBytes + row_tile * kRowTileScaleBytes + (lane / 4) * 8;
 }

@@ -21,7 +21,9 @@ lane of `mma.m16n8k16` needs of the A operand, as eight 4-bit codes:
 So fragment register j has its even column in nibble j of the low half-word and its odd column in
 nibble j of the high half-word, and one shift and mask brings both to their places.
 
-The scales of rows g and g+8 stand side by side, for the first group of 32 and then the second.
+The scales of rows g and g+8 stand side by side, for the first group of 32 and then the second, and
+are stored as what the kernels multiply the nibbles by: times 2^119 and times 2^115
+(STORED_SCALE_FACTORS), which is exact in bf16.
 
 With gate and up interleaved, row tile p holds gate features 8p..8p+7 as rows 0-7 and up features
 8p..8p+7 as rows 8-15: registers j and j+1 of a lane are then gate and up of one feature, and
@@ -45,8 +47,10 @@ N_MULTIPLE = 8  # eight bf16 outputs fill the 16 bytes that one store instructio
 K_MULTIPLE = GROUP_SIZE
 MAX_N = (1 << 30) - N_MULTIPLE
 MAX_EXPERTS = 1024  # of a buffer; the kernels' own limit is plan.legality's
-# The kernels build bf16 values through a factor of 2^119: a scale of 2^8 would overflow there.
-SCALE_LIMIT = 256.0
+# Of rows g and g + 8: their codes stand in bits 0-3 and 4-7 when the kernels take them for bf16
+# patterns (docs/decisions/002-subnormal-dequantisation.md).
+STORED_SCALE_FACTORS = (2.0**119, 2.0**115)
+SCALE_LIMIT = 256.0  # 2^8 * 2^119 would overflow
 
 
 def reject_shape(num_experts: int, n: int, k: int) -> str | None:
@@ -108,7 +112,7 @@ def code_position(row: int, column: int) -> tuple[int, int]:
 
 
 def scale_position(row: int, column: int) -> int:
-    """Byte offset in the unit of the bf16 scale of a packed row and a column."""
+    """Byte offset in the unit of the stored bf16 scale of a packed row and a column."""
     tile, tile_row = row % UNIT_N // TILE_N, row % TILE_N
     high_row, g = divmod(tile_row, 8)
     group = column % UNIT_K // GROUP_SIZE

