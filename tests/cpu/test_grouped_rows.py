@@ -230,7 +230,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GemmProblem, dict[st
     noted: list[tuple[GemmProblem, dict[str, Any]]] = []
 
     def run(problem, pointers, sizes, tables, counts) -> None:
-        assert sizes == (problem.num_experts, problem.n, problem.k, 0) and len(pointers) == 3
+        assert sizes == (problem.num_experts, problem.n, problem.k) and len(pointers) == 3
         fields = [name for name, _ in addressing_layout(problem.addressing).fields]
         noted.append((problem, dict(zip(fields, (*tables, *counts), strict=True))))
 

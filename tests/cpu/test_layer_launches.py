@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     def noting(name: str) -> SimpleNamespace:
         return SimpleNamespace(
             launch=lambda stream, *rest: noted.append((name, rest[-1])),
-            scratch_pointers=lambda stream: (1, 2),
+            scratch_values=lambda stream: (1, 2, 3),
         )
 
     facts = SimpleNamespace(**vars(devices.known("h200")))

@@ -24,7 +24,7 @@ from chord.ops import grouped_gemm
 
 E, N, K, M, TOP_K, BLOCK_M = 4, 64, 128, 6, 2, 16
 BF16 = torch.bfloat16
-MOST_CALLS = 5  # indexed, run, launcher, scratch_pointers, launch
+MOST_CALLS = 5  # indexed, run, launcher, scratch_values, launch
 PACKAGE = str(Path(chord.__file__).parent)
 
 
@@ -81,7 +81,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> NotingDriver:
     monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "current_stream", lambda index: 5)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
-    room = launch.Scratch(torch.empty(0), torch.empty(0), None, ((1000, 2000),) * 8, 1 << 20, 8)
+    values = ((1000, 2000, 3000),) * 8
+    room = launch.Scratch(torch.empty(0), torch.empty(0), None, values, 1 << 20, 8)
     monkeypatch.setattr(launch, "_allocate", lambda *_: room)
     for owner, name in (
         (launch, "_loaded"),
@@ -140,8 +141,8 @@ def test_a_warm_call_follows_the_addresses(call: dict[str, Any], card: NotingDri
     for given, parameters in zip((call, moved), card.parameters, strict=True):
         x, ids, blocks, used, out = (given[name].data_ptr() for name in tensors)
         assert parameters == (
-            *(x, given["experts"].data.data_ptr(), out, 1000, 2000),
-            *(E, N, K, 0),
+            *(x, given["experts"].data.data_ptr(), out, 1000, 2000, 3000),
+            *(E, N, K),
             *(ids, blocks, used),
             *(M * TOP_K, TOP_K, BLOCK_M, given["expert_ids"].numel()),
         )

@@ -143,10 +143,9 @@ BOTH = (
     Fault(
         "misaligned bulk copy",
         "ptx/copy.cuh",
-        "inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,"
-        " SmemAddress barrier, emulator::Where where = emulator::Where::current()) {",
-        "inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,"
-        " SmemAddress barrier, emulator::Where where = emulator::Where::current()) { target += 8;",
+        "SmemAddress barrier, u64 policy, emulator::Where where = emulator::Where::current()) {",
+        "SmemAddress barrier, u64 policy, emulator::Where where = emulator::Where::current()) {"
+        " target += 8;",
         "copies to shared .* not a multiple of 16",
     ),
     Fault(
@@ -311,8 +310,8 @@ PREFILL = (
     Fault(
         "out is written beyond n",
         "epilogue.cuh",
-        "row >= 0 && feature < n, output_address",
-        "row >= 0, output_address",
+        "exists = row >= 0 && feature < n;",
+        "exists = row >= 0;",
         "has stored before|outside every tensor",
     ),
     Fault(
@@ -596,7 +595,7 @@ SORTED = (
         "prefill.cuh",
         "if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));",
         "",
-        r"deadlock(.*\n)*.*lacks 1 of 33 arrivals",
+        r"deadlock(.*\n)*.*lacks 1 of 34 arrivals",
     ),
 )
 

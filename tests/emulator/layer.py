@@ -12,6 +12,7 @@ from chord.emulator.runner import (
     AWAITED,
     COUNTERS,
     INPUT,
+    L2_SHARE,
     OUTPUT,
     PARTIAL,
     Launch,
@@ -195,10 +196,10 @@ def gemm(
     given = {"x_map": map_of_rows(x)} | given
     params = layout.packer.pack(
         *(tensor.data_ptr() for tensor in (x, data, out, partial, counters)),
+        L2_SHARE,
         packed.num_experts,
         packed.n,
         packed.k,
-        0,
         *(
             tables[name].data_ptr() if name in tables else given[name]
             for name, kind in layout.fields

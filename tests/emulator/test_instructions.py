@@ -322,7 +322,7 @@ REPORTS = {
         "ptx::fence_proxy_async(); ptx::sync_block(); ptx::add_shared(smem, 1); ptx::sync_block();"
         "if (thread == 0) { ptx::mbarrier_init(smem + 4096, 1); ptx::fence_mbarrier_init();"
         "ptx::mbarrier_arrive_expect_bytes(smem + 4096, 16);"
-        "ptx::bulk_load_evict_unchanged(smem, p.in, 16, smem + 4096); }",
+        "ptx::bulk_load(smem, p.in, 16, smem + 4096); }",
         "lets the async proxy overwrite what thread .* added to at .* without fence_proxy_async",
     ),
     "barrier bytes": (

@@ -27,6 +27,8 @@ from chord.weights.packed import PackedExperts
 
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
 INPUT, OUTPUT, PARTIAL, COUNTERS, AWAITED = range(5)
+# Bytes of L2 for each block: small, so that streams are long beside it.
+L2_SHARE = 8192
 _ERROR_BYTES = 1 << 20
 _GUARD_BYTES = 64 << 20
 
@@ -152,10 +154,10 @@ def launch_of(
         out.data_ptr(),
         partial.data_ptr(),
         counters.data_ptr(),
+        L2_SHARE,
         packed.num_experts,
         packed.n,
         packed.k,
-        0,
         *values,
     )
     tensors = [

@@ -145,8 +145,10 @@ class Launcher:
             None,
         )
 
-    def scratch_pointers(self, stream: int) -> tuple[int, int]:
-        """Return the addresses of partial sums and counters for a launch on `stream`.
+    def scratch_values(self, stream: int) -> tuple[int, int, int]:
+        """Return what a launch on `stream` is told of its scratch and its card.
+
+        These are the fields `partial`, `counters` and `l2_share` of the kernel's parameters.
 
         Args:
             stream: Handle of torch's current stream on the kernel's device, the current one.
@@ -164,7 +166,7 @@ class Launcher:
             floats = max(floats, scratch.floats)
             counters = max(counters, scratch.num_counters)
             scratch = kept[key] = _allocate(self._index, capture, floats, counters)
-        return scratch.pointers[self._counters_region]
+        return scratch.values[self._counters_region]
 
     def launch(self, stream: int, values: tuple[float | bytes, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device.
@@ -252,7 +254,8 @@ class Scratch:
         counters: int32, [regions, num_counters], zero between launches: prefill's; a region for
             each of the kernels that may run at the same time on a stream.
         capture: Number of the capture that it was allocated in, or None.
-        pointers: Addresses of partial and counters, for each region.
+        values: Addresses of partial and counters, and bytes of L2 for each multiprocessor: for
+            each region what `Launcher.scratch_values` returns.
         floats: Floats of partial sums that a block finds room for.
         num_counters: Counters of a region.
     """
@@ -260,7 +263,7 @@ class Scratch:
     partial: torch.Tensor
     counters: torch.Tensor
     capture: int | None
-    pointers: tuple[tuple[int, int], ...]
+    values: tuple[tuple[int, int, int], ...]
     floats: int
     num_counters: int
 
@@ -282,5 +285,6 @@ def _allocate(index: int, capture: int | None, floats: int, counters: int) -> Sc
     where = torch.device("cuda", index)
     partial = torch.full((facts.num_sms, floats), NO_SUM, dtype=torch.int32, device=where)
     region = torch.zeros(COUNTERS_REGIONS, counters, dtype=torch.int32, device=where)
-    pointers = tuple((partial.data_ptr(), one.data_ptr()) for one in region)
-    return Scratch(partial.view(torch.float32), region, capture, pointers, floats, counters)
+    l2_share = facts.l2_bytes // facts.num_sms
+    values = tuple((partial.data_ptr(), one.data_ptr(), l2_share) for one in region)
+    return Scratch(partial.view(torch.float32), region, capture, values, floats, counters)

@@ -44,10 +44,10 @@ GEMM_FIELDS = (
     ("out", "pointer"),
     ("partial", "pointer"),
     ("counters", "pointer"),
+    ("l2_share", "int"),
     ("num_experts", "int"),
     ("n", "int"),
     ("k", "int"),
-    ("reserved", "int"),
 )
 
 

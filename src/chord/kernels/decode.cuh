@@ -29,6 +29,7 @@
 #include <chord/kernels/config.cuh>
 #include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>
+#include <chord/kernels/eviction.cuh>
 #include <chord/kernels/params.cuh>
 #include <chord/kernels/pipeline.cuh>
 #include <chord/kernels/ptx/copy.cuh>
@@ -188,9 +189,11 @@ class Decode {
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
     int expert = table.find(cursor.row_tile).expert;
+    const int ordinary_end =
+        begin + ordinary_stages<Addressing>(end - begin, kConfig.weight_stage_bytes(), p.l2_share);
     for (int chunk = begin; chunk < end; ++chunk) {
       ring.wait_empty(at);
-      load_weights(at.stage, cursor, expert);
+      load_weights(at.stage, cursor, expert, chunk < ordinary_end);
       at.advance();
       const bool tile_done = ++cursor.k_chunk == k_chunks();
       if (tile_done && next_tile(cursor) && chunk + 1 < end) {
@@ -213,7 +216,7 @@ class Decode {
     }
   }
 
-  void load_weights(int stage, const Cursor& cursor, int expert) {
+  void load_weights(int stage, const Cursor& cursor, int expert, bool is_ordinary) {
     const int units = chunk_units(cursor.k_chunk);
     const int first_stripe = cursor.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(cursor.feature_tile);
@@ -224,9 +227,9 @@ class Decode {
     if (lane < num_stripes) {
       const i64 source = unit_offset(expert, first_stripe + lane, cursor.k_chunk * kConfig.units(),
                                      stripes(), k_units());
-      ptx::bulk_load_evict_unchanged(weight_stage(stage) + lane * kConfig.units() * kUnitBytes,
-                                     static_cast<const char*>(p.weight) + source,
-                                     units * kUnitBytes, full);
+      ptx::bulk_load(weight_stage(stage) + lane * kConfig.units() * kUnitBytes,
+                     static_cast<const char*>(p.weight) + source, units * kUnitBytes, full,
+                     is_ordinary ? ptx::evict_unchanged() : ptx::evict_first());
     }
   }
 

@@ -37,7 +37,7 @@ __forceinline__ char* output_address(void* out, int output_row, int feature, int
 // Stores 8 features of one row of `n`, none for row -1 and behind the last feature.
 __forceinline__ void store_piece(U32x4 piece, void* out, int output_row, int feature, int n) {
   if (output_row >= 0 && feature < n) {
-    ptx::store_global_x4(output_address(out, output_row, feature, n), piece);
+    ptx::store_global_x4_evict_last(output_address(out, output_row, feature, n), piece);
   }
 }
 
@@ -69,7 +69,8 @@ inline constexpr int kPairBufferBytes = 2 * kStoreBufferBytes;
 // bytes, kBatch eights at a time, while the next matrices are on their way. Lanes 8 i to 8 i + 7 of
 // the first (second) warp pass the output rows of tokens i (4 + i) of each eight. `buffers`: twice
 // kBatch * kPairBufferBytes, free again when the function returns; `barrier`: a named one of 64.
-template <int kBatch, int kEights>
+// kStays: the output is small enough to stay in L2 for the kernel that reads it.
+template <int kBatch, bool kStays, int kEights>
 __forceinline__ void store_lines(const float (&sums)[2][kEights][4],
                                  const int (&output_row)[kEights], SmemAddress buffers, int barrier,
                                  void* out, int first_feature, int n) {
@@ -100,8 +101,12 @@ __forceinline__ void store_lines(const float (&sums)[2][kEights][4],
 #pragma unroll
     for (int i = 0; i < min_of(kBatch, kEights - first); ++i) {
       const int row = output_row[first + i];
-      ptx::store_global_x4_if(row >= 0 && feature < n, output_address(out, row, feature, n),
-                              pieces[i]);
+      const bool exists = row >= 0 && feature < n;
+      if constexpr (kStays) {
+        ptx::store_global_x4_evict_last_if(exists, output_address(out, row, feature, n), pieces[i]);
+      } else {
+        ptx::store_global_x4_if(exists, output_address(out, row, feature, n), pieces[i]);
+      }
     }
   }
 }

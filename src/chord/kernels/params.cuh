@@ -12,10 +12,10 @@ struct GemmParams {
   void* out;           // BF16 result, rows of n elements
   float* partial;      // decode: partial sums of split tiles, kNoSum between launches
   u32* counters;       // prefill: two, zero between launches
+  int l2_share;        // bytes of L2 for each multiprocessor
   int num_experts;
   int n;
   int k;
-  int reserved;
 };
 static_assert(sizeof(GemmParams) == 56, "GemmParams must match jit/params.py");
 

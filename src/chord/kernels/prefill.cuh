@@ -3,9 +3,10 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 32 arrivals of the loader's first warp (each lane releases its own notes) +
-//            the bytes of the weights; and for x 128 arrivals when the loader's cp.async have
-//            landed, or, where rows lie sorted, one of its second warp + the bytes of x.
+// Ring       full[s]: 33 arrivals of the loader's first warp (one announces the bytes of the
+//            weights, and each lane releases its own notes) + these bytes; and for x 128 arrivals
+//            when the loader's cp.async have landed, or, where rows lie sorted, one of its second
+//            warp + the bytes of x.
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
 //            warps, once more than they store batches of a tile (epilogue.cuh).
@@ -24,6 +25,7 @@
 #include <chord/kernels/config.cuh>
 #include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>
+#include <chord/kernels/eviction.cuh>
 #include <chord/kernels/params.cuh>
 #include <chord/kernels/pipeline.cuh>
 #include <chord/kernels/ptx/copy.cuh>
@@ -70,7 +72,14 @@ class Prefill {
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
+  // Weights of a tile's first stage are asked for before its rows are known, which takes 2 us. With
+  // two long stages rows are found in the meantime anyhow, before a stage is empty.
+  static constexpr bool kWeightsFirst = kConfig.stages > 2;
   static constexpr int kRunUnits = 32;
+  // Whether memory takes longer than the tensor cores, so that it matters how weights leave L2.
+  static constexpr bool kMemoryBound = kConfig.block_m <= 16;
+  // The output of narrow tiles is small beside the weights.
+  static constexpr bool kStays = kConfig.block_m <= 64;
   // Stages of two units are multiplied whole: what K leaves empty of the last has zeros for x, and
   // the weights of its first unit. With a loop for it the widest kernel takes half as long again
   // to compile; stages of more units would multiply too much for nothing.
@@ -112,7 +121,7 @@ class Prefill {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(kRowArrivals + 32, 32 * kConfig.warps());
+    if (ptx::thread_idx() == 0) ring.init(kRowArrivals + 1 + 32, 32 * kConfig.warps());
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     ScheduleBuilder<kConfig.threads(), kLongestFirst, Addressing>(addressing, p.num_experts)
@@ -176,9 +185,19 @@ class Prefill {
   __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
     const int num_runs = table.num_tiles() * runs();
+    if constexpr (kMemoryBound) {
+      const i64 stages = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_stages();
+      ordinary_left = ordinary_stages<Addressing>(stages / ptx::grid_dim(),
+                                                  kConfig.weight_stage_bytes(), p.l2_share);
+    }
     RingPosition<kConfig.stages> at;
     for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(smem.next_run)) {
       Tile tile = tile_at(index);
+      const int first_tile = tile.feature_tile;
+      if (kWeightsFirst && thread < 32) {
+        ring.wait_empty(at);
+        load_weights(at.stage, tile, 0);
+      }
       u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
       if (kSorted && warp() > 1) continue;
@@ -189,7 +208,9 @@ class Prefill {
           ring.wait_empty(at);
           if (thread < 32) {
             if (k_stage == k_stages() - 1) note_rows(at.stage);
-            load_weights(at.stage, tile, k_stage, width);
+            note_tile(at.stage, tile, width);
+            const bool is_first = k_stage == 0 && tile.feature_tile == first_tile;
+            if (!kWeightsFirst || !is_first) load_weights(at.stage, tile, k_stage);
           }
           if constexpr (kSorted) {
             if (warp() == 1) {
@@ -210,7 +231,10 @@ class Prefill {
     if (kSorted && warp() > 1) return;
     ring.wait_empty(at);
     if (thread < 32) {
-      if (thread == 0) ptx::store_shared(width_note(at.stage), 0);
+      if (thread == 0) {
+        ptx::store_shared(width_note(at.stage), 0);
+        ptx::mbarrier_arrive(ring.full(at.stage));
+      }
       ptx::mbarrier_arrive(ring.full(at.stage));
     }
     if (thread == 0) {
@@ -239,10 +263,9 @@ class Prefill {
   int find_rows(u32 (&x_row)[kPasses], const Tile& tile) const {
     // All have read the number of this run and noted the rows of the last one.
     ptx::sync_named(kLoaderBarrier, kLoaders);
-    // Ask for the next run now, so that the answer is there in time.
-    if (thread == 0) {
-      ptx::store_shared(smem.next_run, ptx::grid_dim() + ptx::take_number(next_run()));
-    }
+    // Ask for the next run now; the answer takes as long as the rows that are asked for meanwhile.
+    u32 next = 0;
+    if (thread == 0) next = ptx::take_number(next_run());
     // Unrolled, the loader of the largest tiles would spill; so would it with the expert's part of
     // the offset kept across stages.
 #pragma unroll 1
@@ -255,6 +278,7 @@ class Prefill {
         ptx::store_shared(smem.x_rows + 4 * token, input_row * static_cast<u32>(p.k / 8));
       }
     }
+    if (thread == 0) ptx::store_shared(smem.next_run, ptx::grid_dim() + next);
     ptx::sync_named(kLoaderBarrier, kLoaders);
     if constexpr (!kSorted) {
 #pragma unroll
@@ -283,18 +307,24 @@ class Prefill {
     }
   }
 
-  void load_weights(int stage, const Tile& tile, int k_stage, int width) {
+  void note_tile(int stage, const Tile& tile, int width) const {
+    if (lane() == 0) {
+      ptx::store_shared(width_note(stage), width);
+      ptx::store_shared(feature_note(stage), tile.feature_tile);
+    }
+    ptx::mbarrier_arrive(ring.full(stage));
+  }
+
+  void load_weights(int stage, const Tile& tile, int k_stage) {
     const int units = stage_units(k_stage);
     const int first_stripe = tile.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(tile.feature_tile);
     if (lane() == 0) {
-      ptx::store_shared(width_note(stage), width);
-      ptx::store_shared(feature_note(stage), tile.feature_tile);
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage),
                                         num_stripes * loaded_units(k_stage) * kUnitBytes);
-    } else {
-      ptx::mbarrier_arrive(ring.full(stage));
     }
+    const u64 policy = ordinary_left > 0 ? ptx::evict_unchanged() : ptx::evict_first();
+    if constexpr (kMemoryBound) --ordinary_left;
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane() < num_stripes) {
@@ -302,11 +332,10 @@ class Prefill {
                                      k_stage * kConfig.units(), stripes(), k_units());
       const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
       const char* weight = static_cast<const char*>(p.weight) + source;
-      ptx::bulk_load_evict_unchanged(target, weight, units * kUnitBytes, ring.full(stage));
+      ptx::bulk_load(target, weight, units * kUnitBytes, ring.full(stage), policy);
 #pragma unroll 1
       for (int unit = units; unit < loaded_units(k_stage); ++unit) {
-        ptx::bulk_load_evict_unchanged(target + unit * kUnitBytes, weight, kUnitBytes,
-                                       ring.full(stage));
+        ptx::bulk_load(target + unit * kUnitBytes, weight, kUnitBytes, ring.full(stage), policy);
       }
     }
   }
@@ -531,8 +560,8 @@ class Prefill {
     const int first_feature = feature_tile * kConfig.tile_features() + first_warp * kWarpFeatures;
     const SmemAddress buffers = smem.store + first_warp * kConfig.warp_store_bytes();
     if constexpr (kPairs) {
-      store_lines<kConfig.store_eights>(sums, output_row, buffers, kPairBarrier + warp() / 2, p.out,
-                                        first_feature, p.n);
+      store_lines<kConfig.store_eights, kStays>(
+          sums, output_row, buffers, kPairBarrier + warp() / 2, p.out, first_feature, p.n);
     } else {
       store_sums<2>(sums, output_row, buffers, addressing, p.out, first_feature, p.n);
       // The next tile begins with the first buffer again.
@@ -550,6 +579,7 @@ class Prefill {
   const Smem smem;
   const Ring<kConfig.stages> ring{smem.barriers};
   int thread = 0;
+  int ordinary_left = 0;  // stages of weights that leave L2 in ordinary turn
   const SegmentTable table{smem.table};
 };
 

@@ -45,7 +45,7 @@ class _Call:
         read_bytes: Sizes of the packed weights, sorted_token_ids and expert_ids.
         on_cuda: Whether a kernel computes, not the reference.
         kernel: The kernel to launch; None if there is no row to route.
-        sizes: Numbers of the GEMM's parameters: num_experts, n, k, reserved.
+        sizes: Numbers of the GEMM's parameters: num_experts, n, k.
         counts: Numbers of the addressing's parameters: num_routes, top_k, block_m, num_blocks.
     """
 
@@ -56,7 +56,7 @@ class _Call:
     read_bytes: tuple[int, int, int]
     on_cuda: bool
     kernel: KernelKey | None
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int]
     counts: tuple[int, int, int, int]
 
 
@@ -182,7 +182,7 @@ def indexed(
 def run(
     kernel: KernelKey,
     pointers: tuple[int, int, int],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int],
     tables: tuple[int | bytes, ...],
     counts: tuple[int, ...],
 ) -> None:
@@ -204,7 +204,7 @@ def run(
         return
     launcher = launching.launcher(kernel)
     stream = launching.current_stream(kernel.index)
-    scratch = launcher.scratch_pointers(stream)
+    scratch = launcher.scratch_values(stream)
     launcher.launch(stream, (*pointers, *scratch, *sizes, *tables, *counts))
 
 
@@ -316,7 +316,7 @@ def _check_call(
         read_bytes=(experts.nbytes, sorted_token_ids.nbytes, expert_ids.nbytes),
         on_cuda=x.is_cuda,
         kernel=kernel,
-        sizes=(experts.num_experts, experts.n, experts.k, 0),
+        sizes=(experts.num_experts, experts.n, experts.k),
         counts=(num_routes, top_k, block_m, expert_ids.numel()),
     )
 

@@ -207,7 +207,7 @@ def _launch(
     run(
         kernel,
         (x_at, experts.data.data_ptr(), out.data_ptr()),
-        (experts.num_experts, experts.n, k, 0),
+        (experts.num_experts, experts.n, k),
         (map_of_rows(kernel, x_at, x.numel() // k, k), table.data_ptr()),
         counts,
     )

@@ -269,7 +269,7 @@ def _launch(
     combine = fixed_launcher(COMBINE, index)
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
-    gate_up_scratch, down_scratch = gate_up.scratch_pointers(stream), down.scratch_pointers(stream)
+    gate_up_scratch, down_scratch = gate_up.scratch_values(stream), down.scratch_values(stream)
     hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts
@@ -304,11 +304,11 @@ def _launch(
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
         gate_up.launch(stream, (
             hidden + 2 * start * w13.k, w13_at, middle, *gate_up_scratch,
-            num_experts, w13.n, w13.k, 0,
+            num_experts, w13.n, w13.k,
             offsets, routes, on_input, call.weight_type, *swiglu, num_experts, top_k,
         ))
         down.launch(stream, (
-            middle, w2_at, rows, *down_scratch, num_experts, w2.n, w2.k, 0,
+            middle, w2_at, rows, *down_scratch, num_experts, w2.n, w2.k,
             middle_map, offsets, num_experts, 0,
         ))
         combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (

@@ -48,8 +48,8 @@ struct ContiguousOffsets {
 };
 
 // num_rows experts, ascending, -1 for a row of nobody. Items are rows: every block reads all of
-// them, most twice, which costs more than offsets do. A row of nobody parts its neighbours, so a launch
-// holds kMaxSegments stretches of rows.
+// them, most twice, which costs more than offsets do. A row of nobody parts its neighbours, so a
+// launch holds kMaxSegments stretches of rows.
 struct ContiguousIndices {
   using Params = ContiguousParams;
   static constexpr bool kSortedRows = true;

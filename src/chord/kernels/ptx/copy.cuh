@@ -5,19 +5,26 @@
 
 namespace chord::ptx {
 
-// Bulk copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) for a long stream that is
-// read once or twice: it changes no line's turn to leave L2. Completion is counted in bytes on
-// `barrier`.
-__forceinline__ void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,
-                                               SmemAddress barrier) {
+// Which turn a line has to leave L2: the one it would have had, or before all others.
+__forceinline__ u64 evict_unchanged() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__forceinline__ u64 evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Bulk copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) whose lines have the turn
+// `policy` to leave L2. Completion is counted in bytes on `barrier`.
+__forceinline__ void bulk_load(SmemAddress target, const void* source, int bytes,
+                               SmemAddress barrier, u64 policy) {
   asm volatile(
-      "{\n"
-      ".reg .b64 policy;\n"
-      "createpolicy.fractional.L2::evict_unchanged.b64 policy, 1.0;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], policy;\n"
-      "}\n" ::"r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
+      "[%0], [%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 

@@ -8,9 +8,12 @@
 
 namespace chord::ptx {
 
-inline void bulk_load_evict_unchanged(SmemAddress target, const void* source, int bytes,
-                                      SmemAddress barrier,
-                                      emulator::Where where = emulator::Where::current()) {
+inline u64 evict_unchanged() { return 0; }
+inline u64 evict_first() { return 1; }
+
+inline void bulk_load(SmemAddress target, const void* source, int bytes, SmemAddress barrier,
+                      u64 policy, emulator::Where where = emulator::Where::current()) {
+  (void)policy;
   emulator::bulk_load(target, source, bytes, barrier, where);
 }
 

@@ -108,6 +108,16 @@ inline void store_global_x4_if(bool condition, void* address, U32x4 v,
   if (condition) emulator::write_global(address, &v, 16, where);
 }
 
+inline void store_global_x4_evict_last(void* address, U32x4 v,
+                                       emulator::Where where = emulator::Where::current()) {
+  emulator::write_global(address, &v, 16, where);
+}
+
+inline void store_global_x4_evict_last_if(bool condition, void* address, U32x4 v,
+                                          emulator::Where where = emulator::Where::current()) {
+  if (condition) emulator::write_global(address, &v, 16, where);
+}
+
 inline void store_partial(void* address, F32x4 v,
                           emulator::Where where = emulator::Where::current()) {
   emulator::write_partial(address, &v, 16, where);
