@@ -151,7 +151,7 @@ def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
 
 def test_skew_counts_among_those_about_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = list(tune.candidates(GemmProblem(48, 4096, 7168, 8192), H200))[:2]
-    skewed_us = {one: 121.0, two: 100.0}
+    skewed_us = {one: 146.41, two: 100.0}
     monkeypatch.setattr(
         tune,
         "measure_in_turns",
@@ -159,7 +159,7 @@ def test_skew_counts_among_those_about_as_fast(monkeypatch: pytest.MonkeyPatch) 
     )
     even = [(one, 100.0), (two, 102.01)]
     scores = tune.score(even, lambda near: dict.fromkeys(near, lambda: None))
-    assert scores == pytest.approx({one: 110.0, two: 101.0})
+    assert scores == pytest.approx({one: 110.0, two: 101.504}, abs=1e-3)
     # One that nothing comes near needs no second time, whatever its skew.
     assert tune.score([(one, 100.0)], lambda near: pytest.fail(f"{near}")) == {one: 100.0}
     # And the choice of the row before is not kept for its even time.
@@ -167,4 +167,4 @@ def test_skew_counts_among_those_about_as_fast(monkeypatch: pytest.MonkeyPatch) 
     row = tune.Measured(GemmProblem(48, 4096, 7168, 8192), tuple(even), scores)
     rows = tune.profile_rows([before, row])
     assert [(r["config"], r["us"]) for r in rows] == [(one.fields(), 50.0), (two.fields(), 102.01)]
-    assert f"*102.0 us (101.0 with skewed loads) {two.label()}" in cli.line(row)
+    assert f"*102.0 us (101.5 with skewed loads) {two.label()}" in cli.line(row)

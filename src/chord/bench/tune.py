@@ -35,8 +35,9 @@ WARMUP_MS, REPEAT_MS, FINAL_MS = 3.0, 15.0, 60.0
 _FINALISTS, _CLOSE = 3, 1.06
 # Loads are seldom even. So those this close to the fastest are timed with a third of all rows on
 # one expert too, and both times count: a tile that just holds what each expert has when loads are
-# even can be 2 % faster than the next wider one, and 10 % slower where they are not.
-_NEAR = 1.03
+# even can be 2 % faster than the next wider one, and 10 % slower where they are not. But so much
+# skew is rare: even loads have the larger share.
+_NEAR, _EVEN_SHARE = 1.03, 0.75
 # The choice of the row before stays where it is this close to the fastest: neighbouring problems
 # then run the same kernel, and time grows without steps.
 _AS_FAST = 1.01
@@ -192,15 +193,18 @@ def score(
         skewed: Makes their calls with skewed loads.
 
     Returns:
-        Of those about as fast as the fastest the geometric mean of both medians, even and skewed;
-        `times` where there is no other than the fastest.
+        Of those about as fast as the fastest the weighted geometric mean of both medians, even and
+        skewed; `times` where there is no other than the fastest.
     """
     even = dict(times)
     near = [config for config, us in times if us <= _NEAR * times[0][1]]
     if len(near) == 1:
         return even
     timings = measure_in_turns(skewed(near), warmup_ms=WARMUP_MS, repeat_ms=FINAL_MS)
-    return {config: math.sqrt(even[config] * timings[config].median_us) for config in near}
+    return {
+        config: even[config] ** _EVEN_SHARE * timings[config].median_us ** (1 - _EVEN_SHARE)
+        for config in near
+    }
 
 
 def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
