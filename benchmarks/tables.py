@@ -73,7 +73,8 @@ quantised; both in the same run. Nothing is measured on Blackwell yet.
 round to round, and the median is over rounds. A card changes its speed with power and heat while it
 works, and all contestants are to meet the same. Before each call the L2 is flushed for longer than
 the CPU takes to launch it, so that no launch is timed; where a record's `timer` does not say so, it
-was flushed once, for about 60 us.
+was flushed once, for about 60 us. It is flushed by writing, so that each call first writes back up
+to an L2 of foreign lines, the peers' calls and the floor's as well.
 """
 IN_BLOCKS = (
     "Measured in blocks, not in turns: all calls of one contestant, then all of the next, so that",

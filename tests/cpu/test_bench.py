@@ -367,10 +367,22 @@ def test_a_wrong_result_makes_no_record(monkeypatch: pytest.MonkeyPatch) -> None
 # --- cliffs -----------------------------------------------------------------------------------
 
 
-def sweep(*times: tuple[int, float, float]) -> records.Record:
+def sweep(*times: tuple[int, float, float], expert_bytes: int = 0) -> records.Record:
     rows = [
         records.Row(
-            *("gate_up", count, count, 48, 64, 64, 48, 1000, floor, "memory", 690.0),
+            *(
+                "gate_up",
+                count,
+                count,
+                48,
+                64,
+                64,
+                48,
+                count * expert_bytes,
+                floor,
+                "memory",
+                690.0,
+            ),
             {"chord": records.Entry(us, us, us, 1e-3, "decode")},
             unit="rows",
         )
@@ -388,4 +400,9 @@ def test_falls_and_leaps_are_found() -> None:
     (leap,) = cliffs.find_cliffs(sweep((20, 60, 50), (21, 70, 51)))
     assert "leaps from 60.0 us at 20 to 70.0 us at 21 rows (+17 %; decode" in leap.describe()
     assert not cliffs.find_cliffs(sweep((1, 20, 15), (2, 25, 18)))  # the floor grew by 20 %
+    # A dense matmul of one row reads more than the kernel: its time says nothing of the second.
+    few = (1, 16, 27), (2, 19.5, 27)
+    assert [leap.after.tokens for leap in cliffs.find_cliffs(sweep(*few))] == [2]
+    assert not cliffs.find_cliffs(sweep(*few, expert_bytes=16_500_000))
+    assert cliffs.find_cliffs(sweep((1, 16, 27), (2, 21, 27), expert_bytes=16_500_000))
     assert not cliffs.is_sweep(records.Record("x", "", "", {}, "", "", "", []))

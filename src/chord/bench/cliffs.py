@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from chord.bench.machine import memory_model
 from chord.bench.records import Entry, Record, Row
 
 NOISE = 0.03
@@ -52,16 +53,21 @@ def find_cliffs(record: Record) -> list[Cliff]:
 
     A time falls when it is more than NOISE below the time of any smaller count. It leaps when it is
     more than LEAP above the one before; where the floor itself grows by more than that, as from
-    one row to two, by more than the floor and a twentieth.
+    one row to two, by more than the floor and a twentieth. For a few rows the floor is the time of
+    a dense matmul, which reads 16-bit weights and takes longer than the kernel: there the memory
+    bound is what grows.
 
     Args:
         record: What was measured; rows in tokens or rows per expert are left out.
+
+    Raises:
+        UnsupportedError: No memory line was fitted for the record's card.
     """
     found = []
     for projection, rows in _swept(record):
         highest = rows[0]
         for before, after in itertools.pairwise(rows):
-            us, floor_ratio = after.entries["chord"].us, after.floor_us / before.floor_us
+            us, floor_ratio = after.entries["chord"].us, _floor_ratio(record, before, after)
             if us < (1 - NOISE) * highest.entries["chord"].us:
                 found.append(Cliff(projection, "falls", highest, after))
             allowed = max(1 + LEAP, (1 + _FLOOR_SHARE) * floor_ratio)
@@ -70,6 +76,13 @@ def find_cliffs(record: Record) -> list[Cliff]:
             if us > highest.entries["chord"].us:
                 highest = after
     return found
+
+
+def _floor_ratio(record: Record, before: Row, after: Row) -> float:
+    """Return by how much the floor grows, or the memory bound where that grows more."""
+    memory = memory_model(record.card)
+    memory_ratio = memory.time_us(after.num_bytes) / memory.time_us(before.num_bytes)
+    return max(after.floor_us / before.floor_us, memory_ratio)
 
 
 def is_sweep(record: Record) -> bool:
