@@ -101,6 +101,21 @@ def test_known_bytes_of_the_first_unit() -> None:
     codes[0, row, column + 9], codes[0, row + 8, column + 9] = 7, 8
     data = pack_experts(codes, ones(1, 64, 2)).data.view(torch.int32).flatten()
     assert data[(2 * 512 + 5 * 16 + 3 * 4) // 4].item() == 0x87654321 - (1 << 32)
+    # 2^119 of row g and 2^115 of row g + 8, in both groups.
+    assert data[2048 // 4 :].tolist() == [0x79007B00] * 64
+
+
+def test_every_scale_comes_back_with_its_bits() -> None:
+    bits = torch.arange(0x4380, dtype=torch.int32)  # 0, subnormal and normal numbers below 256
+    bits = torch.cat((bits, bits + 0x8000)).to(torch.int16)
+    scales = bits.view(torch.bfloat16).view(1, -1, 2)
+    padding = -scales.shape[1] % 64
+    scales = torch.nn.functional.pad(scales, (0, 0, 0, padding))
+    for interleave in (False, True):
+        codes = torch.full((1, scales.shape[1], 64), 8, dtype=torch.uint8)
+        packed = pack_experts(codes, scales, interleave_gate_up=interleave)
+        again = unpack(packed)[1]
+        assert torch.equal(again.view(torch.int16), scales.view(torch.int16))
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +379,8 @@ def test_container_checks_its_buffer() -> None:
         PackedExperts(data, 70, 96)
     with pytest.raises(UnsupportedError, match="group_size=64"):
         PackedExperts(data, 72, 96, group_size=64)
+    with pytest.raises(UnsupportedError, match="layout=1: this Chord reads layout 2; pack the"):
+        PackedExperts(data, 72, 96, layout=1)
     with pytest.raises(UnsupportedError, match="n=72 with gate_up_interleaved"):
         PackedExperts(data, 72, 96, gate_up_interleaved=True)
     with pytest.raises(InputError, match="contiguous and 16-byte aligned"):

@@ -500,6 +500,38 @@ PREFILL = (
     ),
 )
 
+# Where weights of a tile's first stage are asked for before its rows are known.
+EARLY = (
+    Fault(
+        "the first weights do not wait for their stage",
+        "prefill.cuh",
+        "ring.wait_empty(at); load_weights(at.stage, tile, 0);",
+        "load_weights(at.stage, tile, 0);",
+        r"overwrites what a bulk copy .* without having waited for it",
+    ),
+    Fault(
+        "the first weights are asked for twice",
+        "prefill.cuh",
+        "if (!kWeightsFirst || !is_first) load_weights",
+        "load_weights",
+        r"overwrites what a bulk copy .* without having waited for it",
+    ),
+    Fault(
+        "the first weights of each further feature tile are left out",
+        "prefill.cuh",
+        "k_stage == 0 && tile.feature_tile == first_tile",
+        "k_stage == 0",
+        r"deadlock(.*\n)*.*lacks 1 of 161 arrivals",
+    ),
+    Fault(
+        "the first weights are those of the last stage",
+        "prefill.cuh",
+        "load_weights(at.stage, tile, 0);",
+        "load_weights(at.stage, tile, k_stages() - 1);",
+        WRONG_RESULT,
+    ),
+)
+
 # Where tiles are sorted by their length, and two warps store several eights of tokens at a time.
 BATCHES = (
     Fault(

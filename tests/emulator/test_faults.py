@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faults import BATCHES, DECODE, PREFILL, SORTED, Fault
+from faults import BATCHES, DECODE, EARLY, PREFILL, SORTED, Fault
 from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, grouped_inputs, inputs
 
 from chord.emulator import EmulatorError
@@ -15,9 +15,11 @@ pytestmark = pytest.mark.emulator
 SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 PREFILL_16 = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2)
+PREFILL_EARLY = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=4)
 CASES = [
     *((DECODE_16, fault) for fault in DECODE),
     *((PREFILL_16, fault) for fault in PREFILL),
+    *((PREFILL_EARLY, fault) for fault in EARLY),
     *((PREFILL_LONG, fault) for fault in BATCHES),
 ]
 

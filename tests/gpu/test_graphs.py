@@ -11,6 +11,7 @@ import torch
 
 import chord
 from cases import exact_x, expected_rows, poisoned, random_weights, topk_ids
+from chord import device as devices
 from chord.errors import CaptureError
 from chord.jit import launch
 
@@ -205,6 +206,9 @@ def test_streams_do_not_share_scratch(experts, weights) -> None:
         step.check()
     places = {launch._scratch[0, stream.cuda_stream].values for stream in streams}
     assert len(places) == len(streams)
+    facts = devices.facts_of(0)
+    shares = {l2_share for place in places for _, _, l2_share in place}
+    assert shares == {facts.l2_bytes // facts.num_sms}
 
 
 def test_scratch_is_clean_between_launches(experts, weights) -> None:

@@ -27,8 +27,8 @@ from chord.weights.packed import PackedExperts
 
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
 INPUT, OUTPUT, PARTIAL, COUNTERS, AWAITED = range(5)
-# Bytes of L2 for each block: small, so that streams are long beside it.
-L2_SHARE = 8192
+# Bytes of L2 for each block: small, so that streams are long beside it, but a stage or two.
+L2_SHARE = 1 << 16
 _ERROR_BYTES = 1 << 20
 _GUARD_BYTES = 64 << 20
 

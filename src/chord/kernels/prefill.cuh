@@ -72,7 +72,7 @@ class Prefill {
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
   static constexpr int kRowsPerLane = ceil_div(kConfig.block_m, 32);
-  // Weights of a tile's first stage are asked for before its rows are known, which takes 2 us. With
+  // Weights of a tile's first stage are asked for before its rows are known, 1 to 2 us later. With
   // two long stages rows are found in the meantime anyhow, before a stage is empty.
   static constexpr bool kWeightsFirst = kConfig.stages > 2;
   static constexpr int kRunUnits = 32;

@@ -34,6 +34,7 @@ Rows beyond N and columns beyond K hold code 8 (the value 0) and scale 0.
 
 from __future__ import annotations
 
+LAYOUT = 2  # of these bytes; 1 had the scales as they are
 GROUP_SIZE = 32  # values along K that share a stored scale
 UNIT_N = 64
 UNIT_K = 64

@@ -218,15 +218,16 @@ def _write_scales(scales: torch.Tensor, target: torch.Tensor) -> None:
     source = scales.unflatten(-1, (units_k, 2)).unflatten(1, (units_n, 4))
     # [c, u, v, tile, g, group, high row]
     slots.copy_(source.permute(0, 1, 5, 2, 4, 6, 3))
-    slots *= slots.new_tensor(STORED_SCALE_FACTORS)
+    for high_row, factor in enumerate(STORED_SCALE_FACTORS):
+        slots[..., high_row] *= factor
 
 
 def _read_scales(units: torch.Tensor) -> torch.Tensor:
     """Read the scales of units, uint8 [c, u, v, 2304], as tiles, bf16 [c, 4u, 2, 8, 2v]."""
     slots = units.view(torch.bfloat16)[..., CODE_BYTES // 2 :].unflatten(-1, (4, 8, 2, 2))
-    scales = slots / slots.new_tensor(STORED_SCALE_FACTORS)
+    rows = [slots[..., high_row] / factor for high_row, factor in enumerate(STORED_SCALE_FACTORS)]
     # [c, u, v, tile, g, group, high row] -> [c, u, tile, high row, g, v, group]
-    return scales.permute(0, 1, 3, 6, 4, 2, 5).flatten(5, 6).flatten(1, 2)
+    return torch.stack(rows, dim=-1).permute(0, 1, 3, 6, 4, 2, 5).flatten(5, 6).flatten(1, 2)
 
 
 # Choose chunks, and bring rows of a checkpoint tensor into tiles and back.

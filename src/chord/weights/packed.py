@@ -12,6 +12,7 @@ from chord.arguments import check_tensor, describe, truth, usable_device, whole_
 from chord.errors import InputError, UnsupportedError
 from chord.weights.layout import (
     GROUP_SIZE,
+    LAYOUT,
     TILE_N,
     UNIT_BYTES,
     buffer_shape,
@@ -36,9 +37,10 @@ class PackedExperts:
             checkpoint were repeated when packing.
         gate_up_interleaved: rows n/2.. are up features and alternate with gate features by
             eights in `data`. Outputs are in the checkpoint's order all the same.
+        layout: the number of the layout that `data` is in; keep it with bytes that are kept.
 
     Raises:
-        UnsupportedError: a shape that the layout does not hold.
+        UnsupportedError: a shape that the layout does not hold, or another layout.
         InputError: `data` does not fit the other fields.
     """
 
@@ -47,12 +49,13 @@ class PackedExperts:
     k: int
     group_size: int = GROUP_SIZE
     gate_up_interleaved: bool = False
+    layout: int = LAYOUT
 
     def __post_init__(self) -> None:
         data = self.data
         check_tensor("data", data)
         # Kept as Python's own: a number of another package may change in place.
-        for name in ("n", "k", "group_size"):
+        for name in ("n", "k", "group_size", "layout"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         interleaved = truth("gate_up_interleaved", self.gate_up_interleaved)
         object.__setattr__(self, "gate_up_interleaved", interleaved)
@@ -60,6 +63,11 @@ class PackedExperts:
             raise InputError(
                 f"data is {data.dtype} {list(data.shape)}; a packed weight is uint8 "
                 f"[E, ceil(n/64), ceil(k/64), {UNIT_BYTES}], as pack_experts makes it"
+            )
+        if self.layout != LAYOUT:
+            raise UnsupportedError(
+                f"layout={self.layout}: this Chord reads layout {LAYOUT}; pack the checkpoint's "
+                f"tensors again with chord.pack_experts"
             )
         reason = reject_shape(data.shape[0], self.n, self.k)
         if reason is not None:

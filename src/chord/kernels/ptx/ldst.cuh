@@ -136,7 +136,7 @@ __forceinline__ void store_global_x4_if(bool condition, void* address, U32x4 v) 
 }
 
 // For what the next kernel reads: it stays in L2 while a stream passes through. Written out to
-// memory in the middle of one, a few MB cost the stream 2 to 3 %.
+// memory in the middle of one, a few MB cost the stream 1 to 2 %.
 __forceinline__ void store_global_x4_evict_last(void* address, U32x4 v) {
   asm volatile(
       "{\n"
