@@ -91,10 +91,10 @@ def main() -> None:
     out = torch.empty(4, 256, dtype=torch.bfloat16, device="cuda")
     buffers = (where.sorted_token_ids, where.expert_ids, where.num_tokens_post_padded)
     prepared = launch.launcher(launch.kernel_key(CONFIG, "Indexed", 0))
-    scratch = prepared.scratch_values(launch.current_stream(0))
     values = (
         *(t.data_ptr() for t in (x, experts.data, out)),
-        *(*scratch, 4, 256, 256),
+        *prepared.scratch_values(launch.current_stream(0)),
+        *(4, 256, 256),
         *(t.data_ptr() for t in buffers),
         *(4, 2, 16, where.expert_ids.numel()),
     )

@@ -10,17 +10,14 @@ import torch
 from chord.emulator.build import build, build_source
 from chord.emulator.runner import (
     AWAITED,
-    COUNTERS,
     INPUT,
-    L2_SHARE,
     OUTPUT,
-    PARTIAL,
     Launch,
     alone,
+    gemm_operands,
     map_of_rows,
     run_launch,
     run_program,
-    scratch_of,
 )
 from chord.jit.params import COMBINE, COUNT, ROUTE, WEIGHT_TYPES, FixedKernel, addressing_layout
 from chord.jit.source import ENTRY, render
@@ -187,19 +184,16 @@ def gemm(
     down for its rows.
     """
     is_down = addressing == "RoutedDown"
-    partial, counters = (alone(tensor) for tensor in scratch_of(config, num_blocks))
-    x, data, out = alone(x), alone(packed.data), alone(out)
+    x_use = AWAITED if is_down else INPUT
+    fields, tensors = gemm_operands(config, x, packed, out, num_blocks, x_use)
+    x, out = tensors[0][1], tensors[2][1]
     layout = addressing_layout(addressing)
     tables = {
         name: alone(value) for name, value in given.items() if isinstance(value, torch.Tensor)
     }
     given = {"x_map": map_of_rows(x)} | given
     params = layout.packer.pack(
-        *(tensor.data_ptr() for tensor in (x, data, out, partial, counters)),
-        L2_SHARE,
-        packed.num_experts,
-        packed.n,
-        packed.k,
+        *fields,
         *(
             tables[name].data_ptr() if name in tables else given[name]
             for name, kind in layout.fields
@@ -209,11 +203,7 @@ def gemm(
     launch = Launch(
         params,
         [
-            ("x", x, AWAITED if is_down else INPUT),
-            ("weight", data, INPUT),
-            ("out", out, OUTPUT),
-            ("partial", partial, PARTIAL),
-            ("counters", counters, COUNTERS),
+            *tensors,
             *(
                 (name, table, AWAITED if name in ("offsets", "routes") and not is_down else INPUT)
                 for name, table in tables.items()

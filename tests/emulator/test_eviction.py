@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
+from chord import device as devices
 from chord.emulator.build import build_source
 from chord.emulator.runner import OUTPUT, Launch, run_launch
 
@@ -18,17 +21,25 @@ UNIT = """\
 
 using namespace chord;
 
+struct Params {
+  int* out;
+  i64 stages;
+  int stage_bytes;
+  int share;
+};
+
 static void enter(const void* params) {
-  int* out = *static_cast<int* const*>(params);
+  const Params p = *static_cast<const Params*>(params);
   if (ptx::thread_idx() > 0) return;
-  ptx::store_global(out, ordinary_stages<Indexed>(STAGES, BYTES, SHARE));
-  ptx::store_global(out + 1, ordinary_stages<RoutedGateUp>(STAGES, BYTES, SHARE));
-  ptx::store_global(out + 2, ordinary_stages<RoutedDown>(STAGES, BYTES, SHARE));
+  ptx::store_global(p.out, ordinary_stages<Indexed>(p.stages, p.stage_bytes, p.share));
+  ptx::store_global(p.out + 1, ordinary_stages<RoutedGateUp>(p.stages, p.stage_bytes, p.share));
+  ptx::store_global(p.out + 2, ordinary_stages<RoutedDown>(p.stages, p.stage_bytes, p.share));
 }
 
 const ChordUnit chord_unit{enter, 32, 1024};
 """
-H200_SHARE = (60 << 20) // 132
+H200 = devices.known("h200")
+H200_SHARE = H200.l2_bytes // H200.num_sms
 
 
 @pytest.mark.parametrize(
@@ -46,9 +57,8 @@ H200_SHARE = (60 << 20) // 132
 def test_long_streams_begin_in_ordinary_turn(
     stages: int, stage_bytes: int, share: int, ordinary: int
 ) -> None:
-    unit = UNIT.replace("STAGES", f"{stages}ll").replace("BYTES", str(stage_bytes))
-    library = build_source(unit.replace("SHARE", str(share)), "probe")
+    library = build_source(UNIT, "probe")
     out = torch.full((3,), -1, dtype=torch.int32)
-    params = out.data_ptr().to_bytes(8, "little")
+    params = struct.pack("@Pqii", out.data_ptr(), stages, stage_bytes, share)
     run_launch(library, Launch(params, [("out", out, OUTPUT)]), num_blocks=1, seed=0)
     assert out.tolist() == [ordinary, ordinary, 0]

@@ -28,7 +28,7 @@ from chord.weights.packed import PackedExperts
 # What a kernel may do with a tensor, see runtime/global_memory.hpp.
 INPUT, OUTPUT, PARTIAL, COUNTERS, AWAITED = range(5)
 # Bytes of L2 for each block: small, so that streams are long beside it, but a stage or two.
-L2_SHARE = 1 << 16
+_L2_SHARE = 1 << 16
 _ERROR_BYTES = 1 << 20
 _GUARD_BYTES = 64 << 20
 
@@ -59,7 +59,7 @@ class Launch:
     tensors: list[tuple[str, torch.Tensor, int]]
 
 
-def scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _scratch_of(config: Config, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scratch for a launch of `num_blocks` blocks.
 
     Returns:
@@ -127,6 +127,41 @@ def _addressing_values(
     return (*maps, *(table.data_ptr() for _, table in tables), *sizes), tables
 
 
+def gemm_operands(
+    config: Config,
+    x: torch.Tensor,
+    packed: PackedExperts,
+    out: torch.Tensor,
+    num_blocks: int,
+    x_use: int = INPUT,
+) -> tuple[tuple[int, ...], list[tuple[str, torch.Tensor, int]]]:
+    """Return the fields of GemmParams, and copies of the tensors that they point to.
+
+    Args:
+        config: The configuration.
+        x: bfloat16, [..., K].
+        packed: E experts of N features.
+        out: bfloat16, [..., N].
+        num_blocks: Blocks of the launch.
+        x_use: What the kernel may do with x.
+
+    Returns:
+        The fields; x, weight, out, partial and counters by name, each in memory of its own, with
+        what the kernel may do with it.
+    """
+    partial, counters = _scratch_of(config, num_blocks)
+    given = (
+        ("x", x, x_use),
+        ("weight", packed.data, INPUT),
+        ("out", out, OUTPUT),
+        ("partial", partial, PARTIAL),
+        ("counters", counters, COUNTERS),
+    )
+    tensors = [(name, alone(tensor), use) for name, tensor, use in given]
+    addresses = (tensor.data_ptr() for _, tensor, _ in tensors)
+    return (*addresses, _L2_SHARE, packed.num_experts, packed.n, packed.k), tensors
+
+
 def launch_of(
     config: Config,
     x: torch.Tensor,
@@ -145,30 +180,10 @@ def launch_of(
         out: bfloat16, [M * top_k, N], [R, N] or [E, max_m, N].
         num_blocks: Blocks of the launch.
     """
-    partial, counters = (alone(tensor) for tensor in scratch_of(config, num_blocks))
-    x, data, out = alone(x), alone(packed.data), alone(out)
-    values, tables = _addressing_values(x, packed, routing, out)
-    params = addressing_layout(addressing_of(routing)).packer.pack(
-        x.data_ptr(),
-        data.data_ptr(),
-        out.data_ptr(),
-        partial.data_ptr(),
-        counters.data_ptr(),
-        L2_SHARE,
-        packed.num_experts,
-        packed.n,
-        packed.k,
-        *values,
-    )
-    tensors = [
-        ("x", x, INPUT),
-        ("weight", data, INPUT),
-        ("out", out, OUTPUT),
-        ("partial", partial, PARTIAL),
-        ("counters", counters, COUNTERS),
-        *((name, table, INPUT) for name, table in tables),
-    ]
-    return Launch(params, tensors)
+    fields, tensors = gemm_operands(config, x, packed, out, num_blocks)
+    values, tables = _addressing_values(tensors[0][1], packed, routing, out)
+    params = addressing_layout(addressing_of(routing)).packer.pack(*fields, *values)
+    return Launch(params, [*tensors, *((name, table, INPUT) for name, table in tables)])
 
 
 @functools.cache

@@ -110,12 +110,12 @@ inline void store_global_x4_if(bool condition, void* address, U32x4 v,
 
 inline void store_global_x4_evict_last(void* address, U32x4 v,
                                        emulator::Where where = emulator::Where::current()) {
-  emulator::write_global(address, &v, 16, where);
+  store_global_x4(address, v, where);
 }
 
 inline void store_global_x4_evict_last_if(bool condition, void* address, U32x4 v,
                                           emulator::Where where = emulator::Where::current()) {
-  if (condition) emulator::write_global(address, &v, 16, where);
+  store_global_x4_if(condition, address, v, where);
 }
 
 inline void store_partial(void* address, F32x4 v,
