@@ -20,7 +20,9 @@ from typing import Literal
 
 import torch
 
+from chord.plan.config import Config, DirectConfig
 from chord.weights import PackedExperts, pack_experts
+from chord.weights.layout import UNIT_K
 
 Kind = Literal["exact", "real"]
 POISON = 12345.0
@@ -50,6 +52,19 @@ class Layer:
 
 
 KIMI_K2 = Layer("Kimi K2", experts=384, hidden=7168, intermediate=2048, top_k=8)
+
+
+def takes(config: Config | None, k: int) -> bool:
+    """Say whether a configuration is for this K: the direct kernel is for short ones alone."""
+    return not isinstance(config, DirectConfig) or k <= config.max_k
+
+
+def k_for(config: Config | None, k: int) -> int:
+    """Return K, or the longest of the same tail that the configuration takes."""
+    if not isinstance(config, DirectConfig) or takes(config, k):
+        return k
+    return config.max_k - -k % UNIT_K
+
 
 # Field case 4: (N, K) that are not multiples of any large tile.
 RAGGED_SHAPES = (

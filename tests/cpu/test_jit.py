@@ -14,10 +14,11 @@ from chord import device as devices
 from chord.errors import CaptureError, CompileError, InputError
 from chord.jit import cache, compiler, driver, launch, params, source
 from chord.plan import legality
-from chord.plan.config import DecodeConfig, PrefillConfig
+from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
 
 DECODE = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5)
 PREFILL = PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=4)
+DIRECT = DirectConfig(max_tokens=8, warps=16, max_k=256)
 TINY = 'extern "C" __global__ void chord_entry(float* p) { p[threadIdx.x] = 1.0f; }\n'
 
 
@@ -26,15 +27,31 @@ def test_units_state_what_the_host_believes() -> None:
     assert "#include <chord/kernels/decode.cuh>" in unit
     assert f"chord::DecodeConfig kConfig{DECODE.to_cpp()};" in unit
     assert f"kConfig.smem_bytes() == {DECODE.smem_bytes()}" in unit
-    assert "sizeof(chord::Params<chord::Indexed>) == 96" in unit
+    assert "sizeof(chord::Params<chord::Indexed>) == 104" in unit
     assert "chord::prefill<kConfig>(p);" in source.render(PREFILL)
+    unit = source.render(DIRECT, "RoutedDown")
+    assert "#include <chord/kernels/direct.cuh>" in unit
+    assert "chord::DirectConfig kConfig{.max_tokens = 8, .warps = 16, .max_k = 256};" in unit
+    assert f"kConfig.smem_bytes() == {DIRECT.smem_bytes()}" in unit
+    assert "chord::direct<kConfig>(p);" in unit
     with pytest.raises(InputError, match="addressing 'Sorted' is not one of Indexed, "):
         source.render(DECODE, "Sorted")
 
 
-def test_a_wrong_belief_is_a_compile_error_that_shows_the_line() -> None:
-    belief = f"threads() == {DECODE.threads()}"
-    unit = source.render(DECODE).replace(belief, "threads() == 32")
+@pytest.mark.parametrize("max_tokens", [8, 16])
+@pytest.mark.parametrize("warps", [2, 6, 16])
+@pytest.mark.parametrize("max_k", [64, 256])
+def test_host_and_device_agree_on_every_direct_size(
+    max_tokens: int, warps: int, max_k: int
+) -> None:
+    unit = source.render(DirectConfig(max_tokens, warps, max_k))
+    compiler.compile_unit(_only_headers(unit), "sm_90a")
+
+
+@pytest.mark.parametrize("config", [DECODE, DIRECT, PREFILL], ids=lambda config: config.kernel)
+def test_a_wrong_belief_is_a_compile_error_that_shows_the_line(config: Config) -> None:
+    belief = f"threads() == {config.threads()}"
+    unit = source.render(config).replace(belief, "threads() == 32")
     with pytest.raises(CompileError, match=r"(?s)sm_90a.*host and device disagree on the threads"):
         compiler.compile_unit(unit, "sm_90a")
 
@@ -117,11 +134,11 @@ def test_key_changes_with_everything_that_changes_the_bits() -> None:
 
 def test_parameters_are_packed_as_c_lays_them_out() -> None:
     packer = params.INDEXED.packer
-    assert packer.size == 96
-    packed = packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99)
+    assert packer.size == 104
+    packed = packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990, 0)
     assert struct.unpack_from("<5Q", packed) == (1, 2, 3, 4, 5)
     assert struct.unpack_from("<4i", packed, 40) == (48, 4096, 7168, 0)
-    assert struct.unpack_from("<3Q4i", packed, 56) == (6, 7, 8, 160, 8, 16, 99)
+    assert struct.unpack_from("<3Q6i", packed, 56) == (6, 7, 8, 160, 8, 16, 99, 990, 0)
 
 
 @pytest.mark.parametrize("name", ("ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedDown"))
@@ -196,8 +213,9 @@ def test_rows_are_described_to_the_copy_engine_once(maps: MapDriver) -> None:
         launch.map_of_rows(key, 8192, 5, 64)
 
 
-def test_decode_needs_no_tensor_map(maps: MapDriver) -> None:
-    key = launch.kernel_key(DECODE, "Masked", 0)
+@pytest.mark.parametrize("config", [DECODE, DIRECT], ids=lambda config: config.kernel)
+def test_only_prefill_needs_a_tensor_map(maps: MapDriver, config: Config) -> None:
+    key = launch.kernel_key(config, "Masked", 0)
     assert launch.map_of_rows(key, 4096, 300, 7168) == bytes(128) and not maps.encoded
 
 
@@ -210,7 +228,7 @@ class StandInDriver:
 
     def cuLaunchKernelEx(self, config, function, arguments, extra) -> int:
         filled = config._obj
-        data = ctypes.string_at(arguments[0], 96)
+        data = ctypes.string_at(arguments[0], 104)
         grid, smem = filled.grid_x, filled.smem_bytes
         self.launches.append((grid, filled.block_x, smem, filled.stream, data))
         return self.result
@@ -228,7 +246,7 @@ def test_a_launch_hands_over_grid_block_memory_stream_and_parameters(monkeypatch
     stand_in = StandInDriver()
     monkeypatch.setattr(driver, "library", lambda: stand_in)
     prepared = launch.Launcher(launch.LoadedKernel(77, DECODE, "Indexed", 0), num_sms=132)
-    values = (1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99)
+    values = (1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990, 0)
     prepared.launch(1234, values)
     prepared.launch(5678, (*values[:-1], 100))
     (grid, block, smem, stream, data), second = stand_in.launches

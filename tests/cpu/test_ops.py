@@ -257,7 +257,7 @@ def test_what_is_no_dense_tensor_is_named(
         ("block_m", 8.0, r"block_m is the float 8\.0"),
         ("experts", None, "experts is None, not PackedExperts; pack it with chord.pack_experts"),
         ("experts", "w13", "experts is the str 'w13', not PackedExperts"),
-        ("config", "decode", "config is the str 'decode'; it must be a DecodeConfig or Prefill"),
+        ("config", "decode", "config is the str 'decode'; it must be a DecodeConfig, Direct"),
         ("config", {"warps": 8}, "config is the dict "),
     ],
 )

@@ -14,6 +14,7 @@ from chord.plan import cost, legality, select
 from chord.plan.config import (
     Config,
     DecodeConfig,
+    DirectConfig,
     PrefillConfig,
     config_from_fields,
     shipped_archs,
@@ -23,8 +24,16 @@ from chord.plan.problem import GemmProblem
 
 H200, B200 = devices.known("h200"), devices.known("b200")
 GATE_UP = GemmProblem(num_experts=48, n=4096, k=7168, routed_rows=160)
+# Down projection of a layer whose 2,048 features 8 ranks share.
+SHORT = GemmProblem(num_experts=384, n=7168, k=256, routed_rows=64)
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4)
 PREFILL = PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=4)
+DIRECT = DirectConfig(max_tokens=8, warps=16, max_k=256)
+
+
+def problem_for(config: Config) -> GemmProblem:
+    """Return a problem that a legal configuration runs."""
+    return SHORT if isinstance(config, DirectConfig) else GATE_UP
 
 
 @pytest.mark.parametrize("arch", shipped_archs())
@@ -32,7 +41,8 @@ def test_shipped_configs_are_legal_on_their_card(arch: str) -> None:
     card = devices.known(arch)
     assert shipped_configs(arch)
     for config in shipped_configs(arch):
-        assert legality.reject(config, GATE_UP, card) is None, config.label()
+        assert legality.reject(config, problem_for(config), card) is None, config.label()
+        assert legality.reject(config, SHORT, card) is None, config.label()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,16 @@ def test_shipped_configs_are_legal_on_their_card(arch: str) -> None:
         (dataclasses.replace(DECODE, stages=16), "bytes of shared memory"),
         (dataclasses.replace(DECODE, stages=17), "stages=17 is not in 2..16"),
         (dataclasses.replace(DECODE, stages="4"), "stages='4' is not a whole number"),
+        (dataclasses.replace(DIRECT, max_tokens=24), "max_tokens=24 is not 8 or 16"),
+        (dataclasses.replace(DIRECT, max_tokens=12), "max_tokens=12 is not 8 or 16"),
+        (dataclasses.replace(DIRECT, warps=0), "warps=0 is not an even number in 2..16"),
+        (dataclasses.replace(DIRECT, warps=18), "warps=18 is not an even number in 2..16"),
+        (dataclasses.replace(DIRECT, warps=7), "warps=7 is not an even number"),
+        (dataclasses.replace(DIRECT, max_k=96), "max_k=96 is not a multiple of 64 in 64..256"),
+        (dataclasses.replace(DIRECT, max_k=320), "max_k=320 is not a multiple of 64 in 64..256"),
+        (dataclasses.replace(DIRECT, max_k=0), "max_k=0 is not a multiple"),
+        (dataclasses.replace(DIRECT, warps=8.0), "warps=8.0 is not a whole number"),
+        (DIRECT, "K=7168 is more than max_k=256"),
         (dataclasses.replace(PREFILL, width_step=4), "width_step=4 is not 8 or 16"),
         (dataclasses.replace(PREFILL, block_m=200), "block_m=200 is not a multiple of 8"),
         (dataclasses.replace(PREFILL, min_width=72), "min_width=72"),
@@ -85,6 +105,20 @@ def test_every_refused_problem_says_why(change: dict[str, int], words: str) -> N
         select.decide(problem, H200)
 
 
+@pytest.mark.parametrize("max_k", range(64, 257, 64))
+@pytest.mark.parametrize("max_tokens", [8, 16])
+@pytest.mark.parametrize("card", devices.known_cards())
+def test_direct_runs_every_k_up_to_its_longest(card: str, max_tokens: int, max_k: int) -> None:
+    """On every card, with as many warps as it may have."""
+    config = DirectConfig(max_tokens, legality.MAX_DIRECT_WARPS, max_k)
+    for k in (32, max_k - 32, max_k):
+        problem = dataclasses.replace(SHORT, k=k)
+        assert legality.reject(config, problem, devices.known(card)) is None
+    longer = dataclasses.replace(SHORT, k=max_k + 32)
+    reason = legality.reject(config, longer, devices.known(card))
+    assert reason is not None and f"K={max_k + 32} is more than max_k={max_k}" in reason
+
+
 def test_prefill_is_refused_on_blackwell_in_words() -> None:
     reason = legality.reject(PREFILL, GATE_UP, B200)
     assert reason is not None and "wgmma exists on Hopper alone" in reason
@@ -113,6 +147,10 @@ def test_chunks_are_counted_in_31_bits() -> None:
     reason = legality.reject(DECODE, many, H200)
     assert reason is not None and "chunks of 256 features x 256 K" in reason
     assert legality.reject(PREFILL, many, H200) is None
+    wide = GemmProblem(num_experts=1, n=1 << 28, k=256, routed_rows=8)
+    reason = legality.reject(DIRECT, wide, H200)
+    assert reason is not None and "chunks of 32 features x 256 K" in reason
+    assert legality.reject(DIRECT, dataclasses.replace(wide, n=1 << 26), H200) is None
 
 
 @pytest.mark.parametrize("card", devices.known_cards())
@@ -134,6 +172,23 @@ def test_decode_serves_few_rows_and_prefill_many() -> None:
     few = select.decide(dataclasses.replace(GATE_UP, routed_rows=16), H200, Path("none"))
     many = select.decide(dataclasses.replace(GATE_UP, routed_rows=16384), H200, Path("none"))
     assert few.config.kernel == "decode" and many.config.kernel == "prefill"
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 256, 4096, 16384])
+def test_direct_serves_a_short_k_where_few_rows_are(rows: int) -> None:
+    problem = dataclasses.replace(SHORT, routed_rows=rows)
+    others = [config for config in shipped_configs("sm_90a") if config.kernel != "direct"]
+    best_other_us = min(cost.predict_us(config, problem, H200) for config in others)
+    assert (cost.predict_us(DIRECT, problem, H200) < best_other_us) is (rows <= 256)
+
+
+# Measured on an H200.
+@pytest.mark.parametrize(
+    ("rows", "us"), [(8, 10.2), (16, 12.4), (32, 17.2), (64, 26.6), (256, 59.5)]
+)
+def test_predictions_for_direct_are_near_what_was_measured(rows: int, us: float) -> None:
+    problem = dataclasses.replace(SHORT, routed_rows=rows)
+    assert cost.predict_us(DIRECT, problem, H200) == pytest.approx(us, rel=0.25)
 
 
 def test_an_unknown_architecture_is_refused() -> None:
@@ -160,6 +215,8 @@ def test_every_addressing_is_legal(addressing: str) -> None:
     problem = dataclasses.replace(GATE_UP, addressing=addressing)
     assert legality.reject(DECODE, problem, H200) is None
     assert legality.reject(PREFILL, problem, H200) is None
+    short = dataclasses.replace(SHORT, addressing=addressing)
+    assert legality.reject(DIRECT, short, H200) is None
 
 
 def test_predictions_stay_above_the_floor() -> None:
@@ -167,7 +224,8 @@ def test_predictions_stay_above_the_floor() -> None:
         problem = dataclasses.replace(GATE_UP, routed_rows=rows)
         floor = cost.floor_us(problem, H200)
         for config in shipped_configs("sm_90a"):
-            assert cost.predict_us(config, problem, H200) >= 0.95 * floor
+            if legality.reject(config, problem, H200) is None:
+                assert cost.predict_us(config, problem, H200) >= 0.95 * floor
 
 
 def test_load_histogram_counts_rows_and_experts() -> None:
@@ -237,9 +295,11 @@ def test_configs_render_by_field_name_and_read_back() -> None:
     assert DECODE.to_cpp() == (
         "{.max_tokens = 16, .warps = 8, .block_k = 256, .stages = 4, .warp_features = 32}"
     )
-    for config in (DECODE, PREFILL):
+    assert DIRECT.to_cpp() == "{.max_tokens = 8, .warps = 16, .max_k = 256}"
+    assert DIRECT.label() == "direct max_tokens=8 warps=16 max_k=256"
+    for config in (DECODE, DIRECT, PREFILL):
         assert config_from_fields(config.kernel, config.fields()) == config
-    with pytest.raises(InputError, match="kernel 'stream' is not one of decode, prefill"):
+    with pytest.raises(InputError, match="kernel 'stream' is not one of decode, direct, prefill"):
         config_from_fields("stream", {})
     with pytest.raises(InputError, match="do not make a decode configuration"):
         config_from_fields("decode", {"tokens": 8})

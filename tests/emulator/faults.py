@@ -95,7 +95,7 @@ BOTH = (
         "ptx/mbarrier.cuh",
         "emulator::mbarrier_arrive(barrier, where);",
         "(void)barrier, (void)where;",
-        r"deadlock(.*\n)*.*lacks (8 of 8|256 of 256) arrivals",
+        r"deadlock(.*\n)*.*lacks (8 of 8|256 of 256|32 of 33) arrivals",
     ),
     Fault(
         "every stage is released twice",
@@ -497,6 +497,172 @@ PREFILL = (
         "emulator::write_counter(address, value, where);",
         "(void)address, (void)value, (void)where;",
         "counters have to be zero",
+    ),
+)
+
+# Weights that go from memory into registers; rows of x in groups of tiles.
+DIRECT = (
+    *(
+        fault
+        for fault in DECODE
+        if fault.name
+        in (
+            "no barrier is waited for",
+            "no stage is released",
+            "every stage is released twice",
+            "too few bytes announced",
+            "too many bytes announced",
+            "barriers are not fenced",
+            "rows are read beyond x",
+            "the block is not synchronised",
+            "one lane leaves a vote out",
+            "a shuffle reads the neighbour",
+            "every block does all tiles",
+            "an array is read past its end",
+            "out is written beyond n",
+            "warps are not synchronised",
+            "transposed rows are read too early",
+            "misaligned matrix store",
+            "a store beyond shared memory",
+            "misaligned ldmatrix",
+            "ldmatrix of the next row",
+        )
+    ),
+    # --- the schedule
+    Fault(
+        "the block is not synchronised after the schedule",
+        "direct.cuh",
+        "addressing.num_positions()); } ptx::sync_block();",
+        "addressing.num_positions()); }",
+        f"{_EARLY}|without synchronising since|no mbarrier has been set up",
+    ),
+    Fault(
+        "a warp reads its schedule before it has written it",
+        "schedule.cuh",
+        "ptx::sync_warp(); if (all_one) return;",
+        "if (all_one) return;",
+        _EARLY,
+    ),
+    Fault(
+        "all warps write into one table",
+        "schedule.cuh",
+        "SegmentTable(base + 4 * 32 * part, counts + 8 * part)",
+        "SegmentTable(base, counts)",
+        "overwrites what|without having waited",
+    ),
+    Fault(
+        "rows are taken as known that nobody has asked for",
+        "direct.cuh",
+        "if (position < rows_kept)",
+        "if (true)",
+        f"{WRONG_RESULT}|{_EARLY}|outside",
+    ),
+    # --- x
+    Fault(
+        "x is not waited for",
+        "direct.cuh",
+        "ptx::mbarrier_wait(x_barrier(where), phase);",
+        "(void)phase;",
+        _EARLY,
+    ),
+    Fault(
+        "x is waited for with the wrong parity",
+        "direct.cuh",
+        "ptx::mbarrier_wait(x_barrier(where), phase);",
+        "ptx::mbarrier_wait(x_barrier(where), phase ^ 1);",
+        _EARLY,
+    ),
+    Fault(
+        "x of a further group is waited for with the parity of the first",
+        "direct.cuh",
+        "ptx::mbarrier_wait(x_barrier(where), phase);",
+        "ptx::mbarrier_wait(x_barrier(where), 0);",
+        f"{_EARLY}|{_UNRELEASED}",
+    ),
+    Fault(
+        "x is brought over rows that others still read",
+        "direct.cuh",
+        "ptx::fence_proxy_async(); ptx::sync_block();",
+        "ptx::fence_proxy_async();",
+        f"{_UNRELEASED}|{_EARLY}|once more than",
+    ),
+    Fault(
+        "x behind K is not cleared",
+        "direct.cuh",
+        "clear_behind_k(slot);",
+        "",
+        "nobody has written",
+    ),
+    Fault(
+        "tokens without a row have no x",
+        "direct.cuh",
+        "if (!is_read) slot = other_slot;",
+        "(void)other_slot;",
+        "nobody has written",
+    ),
+    Fault(
+        "misaligned bulk copy",
+        "ptx/copy.cuh",
+        "SmemAddress barrier, emulator::Where where = emulator::Where::current()) {"
+        " emulator::bulk_load(",
+        "SmemAddress barrier, emulator::Where where = emulator::Where::current()) {"
+        " emulator::bulk_load(8 + ",
+        "copies to shared .* not a multiple of 16",
+    ),
+    # --- weights
+    Fault(
+        "weights are overwritten before they are multiplied",
+        "direct.cuh",
+        "multiply_unit<kEights>(sums, units[u], x, u); if (has_next) load_unit(units[u], next, u);",
+        "if (has_next) load_unit(units[u], next, u); multiply_unit<kEights>(sums, units[u], x, u);",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "weights of the next task are never asked for",
+        "direct.cuh",
+        "if (has_next) load_unit(units[u], next, u);",
+        "(void)next, (void)has_next;",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "the first weights are all of the first unit",
+        "direct.cuh",
+        "load_unit(units[u], task, u);",
+        "load_unit(units[u], task, 0);",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "weights are those of the neighbour's features",
+        "direct.cuh",
+        "const int row_tile = task.features % kTasksPerStripe * kRowTiles + i;",
+        "const int row_tile = task.features % kTasksPerStripe * kRowTiles + (i ^ 1);",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "weights behind the last unit are read",
+        "direct.cuh",
+        "if (u < k_units()) {",
+        "if (true) {",
+        f"outside every tensor|{WRONG_RESULT}",
+    ),
+    Fault(
+        "the expert of a further tile is the first one's",
+        "direct.cuh",
+        "task.expert = table.find(task.row_tile).expert;",
+        "",
+        WRONG_RESULT,
+    ),
+)
+
+# Tiles of two eights.
+DIRECT_EIGHTS = (
+    *(fault for fault in DECODE if fault.name == "one store buffer instead of two"),
+    Fault(
+        "a tile of two eights is multiplied as one of one",
+        "direct.cuh",
+        "ptx::load_shared(width_note(where)) > 8",
+        "ptx::load_shared(width_note(where)) > 16",
+        WRONG_RESULT,
     ),
 )
 

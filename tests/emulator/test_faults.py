@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import pytest
-from faults import BATCHES, DECODE, EARLY, PREFILL, SORTED, Fault
+from faults import BATCHES, DECODE, DIRECT, DIRECT_EIGHTS, EARLY, PREFILL, SORTED, Fault
 from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, grouped_inputs, inputs
 
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig, PrefillConfig
+from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
 
 pytestmark = pytest.mark.emulator
 
 # Tiles that blocks share, more stages of K than the ring has, several tiles a block.
 SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
+# A short K that leaves registers empty, several groups of tiles a block, experts with a tile and
+# with two, and more positions than threads ask for.
+SHORT = Shape(14, 72, 160, 55, top_k=2, num_blocks=2)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
+DIRECT_8 = DirectConfig(max_tokens=8, warps=4, max_k=256)
+DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
 PREFILL_16 = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2)
 PREFILL_EARLY = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=4)
 CASES = [
     *((DECODE_16, fault) for fault in DECODE),
+    *((DIRECT_8, fault) for fault in DIRECT),
+    *((DIRECT_16, fault) for fault in DIRECT_EIGHTS),
     *((PREFILL_16, fault) for fault in PREFILL),
     *((PREFILL_EARLY, fault) for fault in EARLY),
     *((PREFILL_LONG, fault) for fault in BATCHES),
 ]
+
+
+def shape_for(config: Config) -> Shape:
+    return SHORT if isinstance(config, DirectConfig) else SHAPE
 
 
 def sorted_rows() -> Inputs:
@@ -33,12 +44,12 @@ def sorted_rows() -> Inputs:
     ("config", "fault"), CASES, ids=[f"{config.kernel}-{fault.name}" for config, fault in CASES]
 )
 def test_planted_fault_is_noticed(config: Config, fault: Fault) -> None:
-    replaced = fault.replaced()
+    shape, replaced = shape_for(config), fault.replaced()
     with pytest.raises((EmulatorError, AssertionError), match=fault.message):
         check(
             config,
-            inputs(SHAPE),
-            SHAPE.num_blocks,
+            inputs(shape),
+            shape.num_blocks,
             seed=1,
             flavour=fault.flavour,
             replaced=replaced,
@@ -56,7 +67,8 @@ def test_planted_fault_in_sorted_rows_is_noticed(fault: Fault) -> None:
     "config", dict.fromkeys(config for config, _ in CASES), ids=lambda c: c.label()
 )
 def test_no_fault_is_noticed_without_one(config: Config) -> None:
-    check(config, inputs(SHAPE), SHAPE.num_blocks, seed=1)
+    shape = shape_for(config)
+    check(config, inputs(shape), shape.num_blocks, seed=1)
 
 
 def test_no_fault_is_noticed_in_sorted_rows_without_one() -> None:

@@ -82,7 +82,8 @@ def test_groups_smaller_than_a_tile(config: Config, room: int) -> None:
 @pytest.mark.parametrize("config", shipped_configs("sm_90a"), ids=lambda c: c.label())
 def test_every_shipped_configuration(config: Config, form: str) -> None:
     """Ragged groups over several tiles, tails of N and K, more blocks than the narrow ones need."""
-    check(config, grouped_inputs((5, 0, 17, 1, 190), 264, 352, form), 3, seed=4)
+    k = cases.k_for(config, 352)
+    check(config, grouped_inputs((5, 0, 17, 1, 190), 264, k, form), 3, seed=4)
 
 
 @each_config

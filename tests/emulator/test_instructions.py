@@ -185,6 +185,23 @@ def test_matrix_load_multiply_and_store() -> None:
     assert torch.equal(result, (b.float() @ a.float().T).bfloat16())
 
 
+def test_loads_of_weights() -> None:
+    given = torch.randint(-(2**31), 2**31, (192,), generator=torch.Generator().manual_seed(5)).int()
+    body = """
+  const U32x4 four = ptx::load_weights_x4(p.in + 4 * lane, ptx::evict_first());
+  const U32x2 two = ptx::load_weights_x2(p.in + 128 + 2 * lane, ptx::evict_first());
+  const u32 words[6] = {four.x, four.y, four.z, four.w, two.x, two.y};
+  for (int i = 0; i < 4; ++i) p.out[4 * lane + i] = words[i];
+  for (int i = 0; i < 2; ++i) p.out[128 + 2 * lane + i] = words[4 + i];"""
+    assert torch.equal(run(body, given, 192), given)
+
+
+def test_a_prefetch_inside_a_tensor_is_no_more_than_a_hint() -> None:
+    """It may name any byte, also of what the launch writes."""
+    body = "ptx::prefetch(p.in + lane), ptx::prefetch(reinterpret_cast<const char*>(p.out) + 127);"
+    assert not run(body, torch.zeros(32, dtype=torch.int32), 32).any()
+
+
 def test_votes_and_shuffles() -> None:
     given = torch.arange(100, 132, dtype=torch.int32)
     body = """
@@ -300,6 +317,31 @@ REPORTS = {
     "misaligned vector": ("ptx::load_shared_x4(smem + 8);", "not a multiple of 16"),
     "beyond shared memory": ("ptx::store_shared(smem + 8192, 1);", "outside the block's"),
     "beyond a tensor": ("ptx::load_global(p.in + 64 + lane);", "in .*outside every tensor"),
+    "prefetch beyond a tensor": (
+        "ptx::prefetch(p.in + 64);",
+        "prefetches from .*in .*outside every tensor",
+    ),
+    "prefetch before a tensor": ("ptx::prefetch(p.in - 1);", "outside every tensor"),
+    "weights beyond a tensor": (
+        "ptx::load_weights_x4(p.in + 4 * thread, 0);",
+        "in .*outside every tensor",
+    ),
+    "half of a tensor's last weights": (
+        "ptx::load_weights_x2(p.in + 62 + 2 * (thread / 63), 0);",
+        "in .*outside every tensor",
+    ),
+    "misaligned four words of weights": (
+        "ptx::load_weights_x4(p.in + 2, 0);",
+        "not a multiple of 16",
+    ),
+    "misaligned two words of weights": (
+        "ptx::load_weights_x2(p.in + 1, 0);",
+        "not a multiple of 8",
+    ),
+    "weights of an output": (
+        "ptx::load_weights_x2(p.out, 0);",
+        "loads out, which the launch writes",
+    ),
     "load of an output": ("ptx::load_global(p.out);", "loads out, which the launch writes"),
     "uninitialised": ("ptx::load_shared(smem);", "nobody has written"),
     "race": (

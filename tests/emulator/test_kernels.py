@@ -76,7 +76,8 @@ def test_every_width(config: Config, tokens: int) -> None:
 
 @pytest.mark.parametrize("config", shipped_configs("sm_90a"), ids=lambda c: c.label())
 def test_every_shipped_configuration(config: Config) -> None:
-    shape = Shape(3, 320, 672, 3 * config.tile_rows + 5, top_k=1, block_m=16, num_blocks=4)
+    k, tokens = cases.k_for(config, 672), 3 * config.tile_rows + 5
+    shape = Shape(3, 320, k, tokens, top_k=1, block_m=16, num_blocks=4)
     check(config, inputs(shape), shape.num_blocks)
 
 

@@ -13,7 +13,7 @@ from launches import PREFILL_32, PREFILL_LONG
 import cases
 import tolerance
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig
+from chord.plan.config import Config, DecodeConfig, DirectConfig
 from chord.routing import align, local_experts
 from chord.weights import PackedExperts
 
@@ -21,9 +21,11 @@ pytestmark = pytest.mark.emulator
 
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
+DIRECT_8 = DirectConfig(max_tokens=8, warps=4, max_k=256)
+DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
 each_config = pytest.mark.parametrize(
     "config",
-    (DECODE, DECODE_WIDE, PREFILL_32, PREFILL_LONG),
+    (DECODE, DECODE_WIDE, DIRECT_8, DIRECT_16, PREFILL_32, PREFILL_LONG),
     ids=lambda c: f"{c.kernel}{c.tile_rows}",
 )
 
@@ -225,13 +227,14 @@ SHAPES = ((5, 128, 128), (40, 8, 64), (23, 136, 160), (60, 24, 96), (9, 264, 288
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each_config
 def test_gate_up(config: Config, shape: tuple[int, int, int]) -> None:
-    GateUp(*shape).run(config, seed=shape[0])
+    tokens, intermediate, hidden = shape
+    GateUp(tokens, intermediate, cases.k_for(config, hidden)).run(config, seed=tokens)
 
 
 @each_config
 def test_gate_up_of_tiles_that_blocks_share(config: Config) -> None:
     """SwiGLU comes after all partial sums: decode's finisher applies it, once."""
-    GateUp(7, 128, 1056).run(config, num_blocks=7, seed=4)
+    GateUp(7, 128, cases.k_for(config, 1056)).run(config, num_blocks=7, seed=4)
 
 
 @each_config
@@ -259,7 +262,7 @@ def test_gate_up_of_large_sums_stays_finite(config: Config) -> None:
     GateUp(6, 64, 256, scale=8).run(config)
 
 
-@pytest.mark.parametrize("config", (DECODE, PREFILL_32), ids=lambda c: c.kernel)
+@pytest.mark.parametrize("config", (DECODE, DIRECT_16, PREFILL_32), ids=lambda c: c.kernel)
 def test_gate_up_under_sanitizers(config: Config) -> None:
     given = GateUp(13, 72, 96)
     given.run(config, router=given.router, flavour="sanitize", num_blocks=2)
@@ -322,21 +325,39 @@ NOBODY_WAITS = Fault(
     "",
     "(kernel before may still write, without having|nobody of it has) waited for",
 )
-A_BLOCK_WITHOUT_WORK_ENDS = Fault(
-    "a block without work ends at once",
-    "decode.cuh",
-    "if (begin == end) return await<Addressing, Awaits::kRows>();",
-    "if (begin == end) return;",
-    "nobody of it has waited for the kernel before",
+BLOCKS_WITHOUT_WORK_END = [
+    (
+        config,
+        Fault(
+            "a block without work ends at once",
+            f"{config.kernel}.cuh",
+            f"if ({nothing}) return await<Addressing, Awaits::kRows>();",
+            f"if ({nothing}) return;",
+            "nobody of it has waited for the kernel before",
+        ),
+    )
+    for config, nothing in ((DECODE, "begin == end"), (DIRECT_8, "count == 0"))
+]
+
+
+ROWS_ARE_ASKED_FOR_EARLY = Fault(
+    "rows of x are asked for before the kernel before has written them",
+    "direct.cuh",
+    "await<Addressing, Awaits::kRows>(); if (place",
+    "if (place",
+    "kernel before may still write, without having waited for",
 )
 
 
-def run_down(config: Config, tokens: int, replaced: dict[str, str]) -> None:
+def run_down(config: Config, tokens: int, replaced: dict[str, str], *, num_blocks: int = 3) -> None:
     made = layer.route(cases.topk_ids(tokens, 1, 2), 2)
     fields = {"offsets": made.offsets, "num_experts": 2, "reserved": 0}
     weights = cases.random_weights(2, 64, 64)
     x, out = cases.exact_x(tokens, 64), cases.poisoned(tokens, 64)
-    layer.gemm(config, "RoutedDown", x, weights.pack(), out, fields, replaced=replaced)
+    packed = weights.pack()
+    layer.gemm(
+        config, "RoutedDown", x, packed, out, fields, num_blocks=num_blocks, replaced=replaced
+    )
 
 
 @each_config
@@ -354,9 +375,20 @@ def test_a_sum_that_does_not_wait_is_noticed() -> None:
         layer.combine(cases.real_x(1, 64), positions, None, 2, replaced=NOBODY_WAITS.replaced())
 
 
-def test_a_block_without_work_waits_too() -> None:
+@pytest.mark.parametrize(
+    ("config", "fault"), BLOCKS_WITHOUT_WORK_END, ids=lambda value: getattr(value, "kernel", "ends")
+)
+def test_a_block_without_work_waits_too(config: Config, fault: Fault) -> None:
     """Else the kernel after this one could begin while the one before still runs."""
-    fault = A_BLOCK_WITHOUT_WORK_ENDS
-    run_down(DECODE, 1, {})
+    few = {"num_blocks": 5}
+    run_down(config, 1, {}, **few)
     with pytest.raises(EmulatorError, match=fault.message):
-        run_down(DECODE, 1, fault.replaced())
+        run_down(config, 1, fault.replaced(), **few)
+
+
+def test_rows_that_direct_asks_for_early_are_noticed() -> None:
+    """Its weights are asked for before the wait, its rows behind it."""
+    fault = ROWS_ARE_ASKED_FOR_EARLY
+    run_down(DIRECT_8, 5, {})
+    with pytest.raises(EmulatorError, match=fault.message):
+        run_down(DIRECT_8, 5, fault.replaced())

@@ -12,11 +12,13 @@ tiles each, share tiles and hand partial sums over, at a hundredth of the work.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +31,8 @@ from chord import device as devices
 from chord.jit import launch as launching
 from chord.plan.config import Config, shipped_configs
 from chord.routing import align
+
+Problem = TypeVar("Problem", "Launch", "GroupedLaunch")
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Operands:
     expected: torch.Tensor
 
 
+@functools.cache
 def indexed_operands(problem: Launch) -> Operands:
     weights = cases.random_weights(problem.num_experts, problem.n, problem.k, scale_powers=5)
     x = cases.exact_x(problem.tokens, problem.k)
@@ -147,8 +152,9 @@ def indexed_operands(problem: Launch) -> Operands:
     return Operands(problem.name, "Indexed", problem.blocks, call, *buffers(rows))
 
 
-def grouped_operands(problem: GroupedLaunch) -> Iterator[Operands]:
-    """Yield a launch for each way to say which rows an expert has; rows of nobody hold NaN."""
+@functools.cache
+def grouped_operands(problem: GroupedLaunch) -> tuple[Operands, ...]:
+    """Return a launch for each way to say which rows an expert has; rows of nobody hold NaN."""
     counts, num_experts = problem.counts, len(problem.counts)
     weights = cases.random_weights(num_experts, problem.n, problem.k, scale_powers=5)
     experts = weights.pack().to("cuda")
@@ -162,13 +168,15 @@ def grouped_operands(problem: GroupedLaunch) -> Iterator[Operands]:
         ("ContiguousIndices", holes, {"m_indices": holes}),
         ("Masked", slots, {"tokens_per_expert": torch.tensor(counts, dtype=torch.int32)}),
     )
+    made = []
     for addressing, owners, where in forms:
         x = cases.exact_x(len(owners), problem.k)
         rows = cases.expected_rows(x, weights, owners)
         x[owners < 0] = torch.nan
         call = grouped_call(addressing, x.cuda(), experts, where, num_experts)
         name = f"{problem.name}, {addressing}"
-        yield Operands(name, addressing, problem.blocks, call, *buffers(rows))
+        made.append(Operands(name, addressing, problem.blocks, call, *buffers(rows)))
+    return tuple(made)
 
 
 def grouped_call(
@@ -209,6 +217,7 @@ class LayerOperands:
     expected: torch.Tensor
 
 
+@functools.cache
 def layer_operands(problem: LayerLaunch) -> LayerOperands:
     sizes = ((2 * problem.middle, problem.hidden), (problem.hidden, problem.middle))
     weights = [cases.random_weights(problem.num_experts, *size, kind="real") for size in sizes]
@@ -256,23 +265,40 @@ def count_wrong(config: Config, given: Operands) -> int:
     return wrong
 
 
+def gemms_for(config: Config, kinds: list[str]) -> list[Operands]:
+    """Return the launches of one GEMM, with a shorter K where the configuration takes no longer."""
+
+    def fitted(problem: Problem) -> Problem:
+        return replace(problem, k=cases.k_for(config, problem.k))
+
+    todo = [indexed_operands(fitted(problem)) for problem in LAUNCHES if "indexed" in kinds]
+    for problem in GROUPED if "grouped" in kinds else ():
+        todo += grouped_operands(fitted(problem))
+    return todo
+
+
+def layers_for(config: Config, kinds: list[str]) -> list[LayerOperands]:
+    """Return the whole layers, in the same way."""
+    todo = []
+    for problem in LAYERS if "layer" in kinds else ():
+        hidden, middle = (cases.k_for(config, k) for k in (problem.hidden, problem.middle))
+        todo.append(layer_operands(replace(problem, hidden=hidden, middle=middle)))
+    return todo
+
+
 def main() -> int:
     """Run all launches; return 1 if any result is wrong."""
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA GPU here; run this on a machine with one")
         return 2
     kinds = sys.argv[1:] or ["indexed", "grouped", "layer"]
-    todo = [indexed_operands(problem) for problem in LAUNCHES if "indexed" in kinds]
-    todo += [
-        given for problem in GROUPED if "grouped" in kinds for given in grouped_operands(problem)
-    ]
-    layers = [layer_operands(problem) for problem in LAYERS if "layer" in kinds]
-    if not todo and not layers:
+    if not {"indexed", "grouped", "layer"} & set(kinds):
         print(f"{' '.join(kinds)}: name indexed, grouped or layer, or none for all")
         return 2
     failed = False
     configs = shipped_configs(devices.facts_of(0).arch)
     for config in configs:
+        todo, layers = gemms_for(config, kinds), layers_for(config, kinds)
         started = time.perf_counter()
         counts = {given.name: count_wrong(config, given) for given in todo}
         counts |= {given.name: count_wrong_rows(config, given) for given in layers}

@@ -12,6 +12,7 @@ from grouped import DEVICE, Case, Layer, each_choice, each_config, layer
 import cases
 import chord
 import tolerance
+from chord.errors import InputError
 from chord.plan.config import Config
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +62,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 @each_config
 def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) -> None:
     """Rows of nobody hold NaN and are not written, nor are guard rows."""
-    given, todo = exact_cases(*shape)
+    given, todo = exact_cases(shape[0], cases.k_for(config, shape[1]))
     grouped.check_exact(chord.contiguous, given.packed, todo, config, validate=False)
 
 
@@ -69,6 +70,13 @@ def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) 
 @pytest.mark.parametrize(("n", "k"), cases.RAGGED_SHAPES)
 def test_shapes_that_are_not_tile_multiples(n: int, k: int) -> None:
     """All of case 4: each configuration and the planner's own choice, both ways to say it."""
+    for config in (None, *grouped.CONFIGS):
+        given, todo = ragged_cases(n, cases.k_for(config, k))
+        grouped.check_exact(chord.contiguous, given.packed, todo, config, validate=False)
+
+
+@functools.lru_cache(maxsize=2)
+def ragged_cases(n: int, k: int) -> tuple[Layer, list[Case]]:
     given = layer(n, k)
     todo = []
     for counts in grouped.TOKENS_COUNTS:
@@ -79,8 +87,7 @@ def test_shapes_that_are_not_tile_multiples(n: int, k: int) -> None:
         ):
             name = f"{counts} {next(iter(where))}"
             todo.append(grouped.make_case(name, given, owners, (len(owners),), where))
-    for config in (None, *grouped.CONFIGS):
-        grouped.check_exact(chord.contiguous, given.packed, todo, config, validate=False)
+    return given, todo
 
 
 def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
@@ -91,7 +98,7 @@ def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
 
 @each_config
 def test_real_inputs_stay_within_the_row_limit(config: Config) -> None:
-    n, k, counts = 1856, 2688, grouped.COUNTS[2]
+    n, k, counts = 1856, cases.k_for(config, 2688), grouped.COUNTS[2]
     given = layer(n, k, kind="real")
     owners = cases.owners_of_counts(counts, device=DEVICE)
     x = cases.real_x(len(owners), k, device=DEVICE)
@@ -106,9 +113,10 @@ def test_real_inputs_stay_within_the_row_limit(config: Config) -> None:
 @pytest.mark.parametrize("counts", grouped.COUNTS[:3], ids=str)
 @each_config
 def test_repeats_and_replays_give_the_same_bits(config: Config, counts: tuple[int, ...]) -> None:
-    given = layer(512, 7168, kind="real")
+    k = cases.k_for(config, 7168)
+    given = layer(512, k, kind="real")
     for case in forms(given, counts)[:2]:
-        x = cases.real_x(len(case.x), 7168, device=DEVICE)
+        x = cases.real_x(len(case.x), k, device=DEVICE)
         real = Case(case.name, x, case.where, case.expected)
         grouped.check_bits(chord.contiguous, real, given.packed, config)
 
@@ -117,13 +125,13 @@ def test_repeats_and_replays_give_the_same_bits(config: Config, counts: tuple[in
 
 
 @functools.lru_cache(maxsize=1)
-def small_groups() -> tuple[Layer, list[Case], Layer, Case]:
+def small_groups(k: int) -> tuple[Layer, list[Case], Layer, Case]:
     """Return the cases of four experts, and the call that follows them with two."""
-    given = layer(4096, 7168, num_experts=4)
+    given = layer(4096, k, num_experts=4)
     todo = [
         case for room in grouped.SMALL_ROOMS for case in forms(given, (room, 0, 1, room // 2))[:2]
     ]
-    other = layer(512, 7168, num_experts=2)
+    other = layer(512, k, num_experts=2)
     return given, todo, other, forms(other, (128, 77))[0]
 
 
@@ -131,7 +139,7 @@ def small_groups() -> tuple[Layer, list[Case], Layer, Case]:
 @each_choice
 def test_groups_smaller_than_a_tile(config: Config | None) -> None:
     """A tile of one expert lies over the rows of the next, whoever finishes last."""
-    given, todo, other, after = small_groups()
+    given, todo, other, after = small_groups(cases.k_for(config, 7168))
     grouped.check_exact(chord.contiguous, given.packed, todo, config, repeats=50, validate=False)
     grouped.check_exact(chord.contiguous, other.packed, [after], config)
 
@@ -143,11 +151,12 @@ def test_groups_smaller_than_a_tile(config: Config | None) -> None:
 @each_choice
 def test_no_rows_and_rows_of_nobody(config: Config | None) -> None:
     """Parts (d), (e) and (f)."""
-    given, todo = exact_cases(512, 7168)
-    none = torch.zeros(0, 7168, dtype=torch.bfloat16, device=DEVICE)
+    k = cases.k_for(config, 7168)
+    given, todo = exact_cases(512, k)
+    none = torch.zeros(0, k, dtype=torch.bfloat16, device=DEVICE)
     no_ids = torch.zeros(0, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros(grouped.E + 1, dtype=torch.int64, device=DEVICE)
-    x = torch.full((40, 7168), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    x = torch.full((40, k), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     nobody = torch.full((40,), -1, dtype=torch.int32, device=DEVICE)
     out = cases.poisoned(40, 512, device=DEVICE)
 
@@ -173,9 +182,9 @@ def test_no_rows_and_rows_of_nobody(config: Config | None) -> None:
 @each_choice
 def test_replays_follow_new_counts(config: Config | None, form: str) -> None:
     """Counts change between replays of one graph, a bigger batch runs in between."""
-    given, todo = exact_cases(512, 7168)
-    rows, n = 128, 512
-    x = cases.exact_x(rows, 7168, device=DEVICE)
+    rows, n, k = 128, 512, cases.k_for(config, 7168)
+    given, todo = exact_cases(n, k)
+    x = cases.exact_x(rows, k, device=DEVICE)
     buffer, out = cases.guarded(rows, n, device=DEVICE)
     length = grouped.E + 1 if form == "expert_offsets" else rows
     table = torch.zeros(length, dtype=torch.int32, device=DEVICE)
@@ -235,6 +244,11 @@ def test_rows_past_two_to_the_31(config: Config | None, n: int, k: int) -> None:
     x, owners = long_rows(k, counts)
     out = cases.poisoned(rows, n, device=DEVICE)
     offsets = torch.tensor((0, *counts), device=DEVICE).cumsum(0)
+    if not cases.takes(config, k):
+        # Of a K that it takes, no rows that it takes reach so far.
+        with pytest.raises(InputError, match=f"K={k} is more than max_k"):
+            chord.contiguous(x, given.packed, offsets, out, validate=False, config=config)
+        return
     chord.contiguous(x, given.packed, offsets, out, validate=False, config=config)
     named = [0, 99, 100, 149_789, *range(149_790, 149_811), 299_509, 299_593, 299_594, rows - 1]
     expected = grouped.rows_of(given, owners[named], x[named]).bfloat16()

@@ -17,6 +17,7 @@ from indexed import launch
 import cases
 import chord
 import tolerance
+from chord.errors import InputError
 from chord.plan.config import Config, shipped_configs
 from chord.routing import align
 from chord.weights import PackedExperts, pack_experts
@@ -34,14 +35,14 @@ each_choice = pytest.mark.parametrize(
 
 
 @functools.cache
-def rank_weights() -> cases.Weights:
-    """48 local experts of cases 1 and 2, N=512, K=7168."""
-    return cases.random_weights(48, 512, 7168, device=DEVICE)
+def rank_weights(k: int) -> cases.Weights:
+    """48 local experts of cases 1 and 2, N=512, K=7168 or what a configuration takes."""
+    return cases.random_weights(48, 512, k, device=DEVICE)
 
 
 @functools.cache
-def rank_experts() -> PackedExperts:
-    return rank_weights().pack()
+def rank_experts(k: int) -> PackedExperts:
+    return rank_weights(k).pack()
 
 
 # --- case 1: expert-parallel routing with -1 ids and a partial expert_map -------------------------
@@ -62,9 +63,10 @@ def without_waiting(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 @each_choice
 def test_remote_and_missing_experts(config: Config | None, block_m: int) -> None:
     case = cases.partial_routing(device=DEVICE)
-    x = cases.exact_x(33, 7168, device=DEVICE)
-    experts = rank_experts()
-    expected = cases.expected_rows(x, rank_weights(), case.local_ids, 8)
+    k = cases.k_for(config, 7168)
+    x = cases.exact_x(33, k, device=DEVICE)
+    experts = rank_experts(k)
+    expected = cases.expected_rows(x, rank_weights(k), case.local_ids, 8)
     is_local = (case.local_ids >= 0).flatten()
     expected = torch.where(is_local.unsqueeze(1), expected, cases.POISON).bfloat16()
 
@@ -97,31 +99,33 @@ def step(
     x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None, config: Config | None
 ) -> torch.Tensor:
     where = align(ids, num_experts=48, block_m=16)
-    return launch(x, rank_experts(), where, out, config=config)
+    return launch(x, rank_experts(x.shape[1]), where, out, config=config)
 
 
 def assert_a_normal_call_is_exact(config: Config | None) -> None:
-    x = cases.exact_x(16, 7168, seed=3, device=DEVICE)
+    k = cases.k_for(config, 7168)
+    x = cases.exact_x(16, k, seed=3, device=DEVICE)
     ids = cases.topk_ids(16, 8, 48, seed=3, device=DEVICE)
     out = step(x, ids, cases.poisoned(128, 512, device=DEVICE), config)
-    tolerance.assert_exact(out, cases.expected_rows(x, rank_weights(), ids, 8).bfloat16())
+    tolerance.assert_exact(out, cases.expected_rows(x, rank_weights(k), ids, 8).bfloat16())
 
 
 @pytest.mark.field_case(2)
 @each_choice
 def test_no_rows_and_no_experts(config: Config | None) -> None:
     """Parts (a), (b) and (f)."""
-    empty = torch.zeros(0, 7168, dtype=torch.bfloat16, device=DEVICE)
+    k = cases.k_for(config, 7168)
+    empty = torch.zeros(0, k, dtype=torch.bfloat16, device=DEVICE)
     assert empty.data_ptr() == 0
     for validate in (False, True):
         no_ids = torch.zeros(0, 8, dtype=torch.int32, device=DEVICE)
         where = align(no_ids, num_experts=48, block_m=16)
         if validate:
             where.validate(0, 48)
-        y = launch(empty, rank_experts(), where, config=config)
+        y = launch(empty, rank_experts(k), where, config=config)
         assert y.shape == (0, 512) and y.dtype is torch.bfloat16
         assert_a_normal_call_is_exact(config)
-    x = cases.exact_x(16, 7168, device=DEVICE)
+    x = cases.exact_x(16, k, device=DEVICE)
     nobody = cases.topk_ids(16, 8, 48, "none", device=DEVICE)
     assert not step(x, nobody, None, config).any()
     assert cases.is_poison(step(x, nobody, cases.poisoned(128, 512, device=DEVICE), config))
@@ -132,10 +136,11 @@ def test_no_rows_and_no_experts(config: Config | None) -> None:
 @each_choice
 def test_no_work_inside_a_graph(config: Config | None) -> None:
     """Part (e) for every configuration, and (f) after the replay and by a replay."""
+    k = cases.k_for(config, 7168)
     assert_a_normal_call_is_exact(config)
-    empty = torch.zeros(0, 7168, dtype=torch.bfloat16, device=DEVICE)
+    empty = torch.zeros(0, k, dtype=torch.bfloat16, device=DEVICE)
     no_ids = torch.zeros(0, 8, dtype=torch.int32, device=DEVICE)
-    x = cases.exact_x(16, 7168, device=DEVICE)
+    x = cases.exact_x(16, k, device=DEVICE)
     ids = cases.topk_ids(16, 8, 48, "none", device=DEVICE)
     out = cases.poisoned(128, 512, device=DEVICE)
     step(x, ids, out, config)
@@ -150,7 +155,7 @@ def test_no_work_inside_a_graph(config: Config | None) -> None:
     assert_a_normal_call_is_exact(config)
     ids.copy_(cases.topk_ids(16, 8, 48, device=DEVICE))
     graph.replay()
-    tolerance.assert_exact(out, cases.expected_rows(x, rank_weights(), ids, 8).bfloat16())
+    tolerance.assert_exact(out, cases.expected_rows(x, rank_weights(k), ids, 8).bfloat16())
 
 
 # --- case 3: offsets past 2^31 --------------------------------------------------------------------
@@ -215,6 +220,11 @@ def test_rows_past_two_to_the_31(
     experts, x, ids = long_case
     top_k = ids.shape[1]
     where = align(ids, num_experts=8, block_m=64)
+    if not cases.takes(config, experts.k):
+        # Of a K that it takes, no rows that it takes reach so far.
+        with pytest.raises(InputError, match=f"K={experts.k} is more than max_k"):
+            launch(x, experts, where, config=config)
+        return
     out = launch(x, experts, where, cases.poisoned(ROWS, experts.n, device=DEVICE), config=config)
     for row in NAMED_ROWS:
         weight = formula_expert(int(ids.flatten()[row]), experts.n, experts.k).float().sub_(8)
@@ -228,10 +238,10 @@ def test_rows_past_two_to_the_31(
 FAR_EXPERTS = (73, 74, 129, 130, 131, 146, 147, 259, 260, 261, 292, 293, 382, 383)
 
 
-@pytest.fixture(scope="module")
-def kimi_gate_up() -> PackedExperts:
-    """6.3 GB of weights; the experts that are used are real."""
-    experts = allocate(384, 4096, 7168)
+@functools.lru_cache(maxsize=1)
+def far_weights(k: int) -> PackedExperts:
+    """6.3 GB of weights, Kimi K2's gate_up or as many; the experts that are used are real."""
+    experts = allocate(384, 4096 * 7168 // k, k)
     pack_formula(experts, FAR_EXPERTS)
     return experts
 
@@ -239,17 +249,17 @@ def kimi_gate_up() -> PackedExperts:
 @pytest.mark.field_case(3)
 @pytest.mark.parametrize("copies", [1, 40])
 @each_choice
-def test_weights_past_two_to_the_32(
-    config: Config | None, copies: int, kimi_gate_up: PackedExperts
-) -> None:
+def test_weights_past_two_to_the_32(config: Config | None, copies: int) -> None:
     """Part (c), and once more with 40 tokens an expert; any other expert's scales are NaN."""
+    experts = far_weights(cases.k_for(config, 7168))
+    n, k = experts.n, experts.k
     ids = torch.tensor(FAR_EXPERTS, dtype=torch.int32, device=DEVICE).repeat(copies).unsqueeze(1)
-    x = cases.exact_x(len(ids), 7168, device=DEVICE)
+    x = cases.exact_x(len(ids), k, device=DEVICE)
     where = align(ids, num_experts=384, block_m=16)
-    out = cases.poisoned(len(ids), 4096, device=DEVICE)
-    launch(x, kimi_gate_up, where, out, config=config)
+    out = cases.poisoned(len(ids), n, device=DEVICE)
+    launch(x, experts, where, out, config=config)
     for place, expert in enumerate(FAR_EXPERTS):
-        weight = formula_expert(expert, 4096, 7168).float().sub_(8)
+        weight = formula_expert(expert, n, k).float().sub_(8)
         expected = (x[place :: len(FAR_EXPERTS)].float() @ weight.T).bfloat16()
         tolerance.assert_exact(out[place :: len(FAR_EXPERTS)], expected, what=f"expert {expert}")
 
@@ -257,21 +267,20 @@ def test_weights_past_two_to_the_32(
 @pytest.mark.field_case(3)
 @pytest.mark.parametrize("copies", [1, 40])
 @each_choice
-def test_weights_past_two_to_the_32_of_grouped_rows(
-    config: Config | None, copies: int, kimi_gate_up: PackedExperts
-) -> None:
+def test_weights_past_two_to_the_32_of_grouped_rows(config: Config | None, copies: int) -> None:
     """Part (c) for sorted rows and for slots, of which each expert has one more than it uses."""
-    n, k = kimi_gate_up.n, kimi_gate_up.k
+    experts = far_weights(cases.k_for(config, 7168))
+    n, k = experts.n, experts.k
     counts = torch.zeros(384, dtype=torch.int32, device=DEVICE)
     counts[list(FAR_EXPERTS)] = copies
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     x = cases.exact_x(len(FAR_EXPERTS) * copies, k, device=DEVICE)
     out = cases.poisoned(len(x), n, device=DEVICE)
-    chord.contiguous(x, kimi_gate_up, offsets, out, validate=False, config=config)
+    chord.contiguous(x, experts, offsets, out, validate=False, config=config)
     slots = torch.full((384, copies + 1, k), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     slots[list(FAR_EXPERTS), :copies] = x.view(-1, copies, k)
     places = cases.poisoned(384, copies + 1, n, device=DEVICE)
-    chord.masked(slots, kimi_gate_up, counts, places, validate=False, config=config)
+    chord.masked(slots, experts, counts, places, validate=False, config=config)
     for place, expert in enumerate(FAR_EXPERTS):
         weight = formula_expert(expert, n, k).float().sub_(8)
         rows = slice(place * copies, (place + 1) * copies)
@@ -294,7 +303,7 @@ def assert_a_slice_is_exact(mine: cases.Weights, words: torch.Tensor, scales: to
     ids = cases.topk_ids(40, 2, num_experts, device=DEVICE)
     where = align(ids, num_experts=num_experts, block_m=16)
     expected = cases.expected_rows(x, mine, ids, 2).bfloat16()
-    for config in (None, *CONFIGS):
+    for config in (None, *(config for config in CONFIGS if cases.takes(config, k))):
         out = launch(x, experts, where, cases.poisoned(80, n, device=DEVICE), config=config)
         tolerance.assert_exact(out, expected, what=config.label() if config else "planned")
 

@@ -12,6 +12,7 @@ from grouped import DEVICE, Case, Layer, each_choice, each_config, layer
 import cases
 import chord
 import tolerance
+from chord.errors import InputError
 from chord.plan.config import Config
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 @each_config
 def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) -> None:
     """Slots not in use hold NaN and are not written, nor are guard rows."""
-    given, todo = exact_cases(*shape)
+    given, todo = exact_cases(shape[0], cases.k_for(config, shape[1]))
     grouped.check_exact(chord.masked, given.packed, todo, config, validate=False)
 
 
@@ -52,10 +53,16 @@ def test_exact_inputs_match_bit_for_bit(shape: tuple[int, int], config: Config) 
 @pytest.mark.parametrize(("n", "k"), cases.RAGGED_SHAPES)
 def test_shapes_that_are_not_tile_multiples(n: int, k: int) -> None:
     """All of case 4: each configuration and the planner's own choice."""
-    given = layer(n, k)
-    todo = [slots_case(given, counts, max(counts), None) for counts in grouped.TOKENS_COUNTS]
     for config in (None, *grouped.CONFIGS):
+        given, todo = ragged_cases(n, cases.k_for(config, k))
         grouped.check_exact(chord.masked, given.packed, todo, config, validate=False)
+
+
+@functools.lru_cache(maxsize=2)
+def ragged_cases(n: int, k: int) -> tuple[Layer, list[Case]]:
+    given = layer(n, k)
+    counts_of_each = grouped.TOKENS_COUNTS
+    return given, [slots_case(given, counts, max(counts), None) for counts in counts_of_each]
 
 
 def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
@@ -68,22 +75,22 @@ def test_the_planners_own_choice(shape: tuple[int, int]) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def small_slots() -> tuple[Layer, list[Case], Layer, Case]:
+def small_slots(k: int) -> tuple[Layer, list[Case], Layer, Case]:
     """Return the cases of four experts, and the call that follows them with two."""
-    given = layer(4096, 7168, num_experts=4)
+    given = layer(4096, k, num_experts=4)
     todo = [
         slots_case(given, (max_m, 0, 1, max_m // 2), max_m, expected)
         for max_m in grouped.SMALL_ROOMS
         for expected in (1, 64)
     ]
-    other = layer(512, 7168, num_experts=2)
+    other = layer(512, k, num_experts=2)
     return given, todo, other, slots_case(other, (128, 77), 128, None)
 
 
 @pytest.mark.field_case(5)
 @each_choice
 def test_slots_smaller_than_a_tile(config: Config | None) -> None:
-    given, todo, other, after = small_slots()
+    given, todo, other, after = small_slots(cases.k_for(config, 7168))
     grouped.check_exact(chord.masked, given.packed, todo, config, repeats=50, validate=False)
     grouped.check_exact(chord.masked, other.packed, [after], config)
 
@@ -93,7 +100,7 @@ def test_slots_smaller_than_a_tile(config: Config | None) -> None:
 
 @each_config
 def test_real_inputs_stay_within_the_row_limit(config: Config) -> None:
-    n, k, counts, max_m = 1856, 2688, grouped.COUNTS[2], 203
+    n, k, counts, max_m = 1856, cases.k_for(config, 2688), grouped.COUNTS[2], 203
     given = layer(n, k, kind="real")
     x = cases.real_x(grouped.E * max_m, k, device=DEVICE).view(grouped.E, max_m, k)
     tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
@@ -108,10 +115,11 @@ def test_real_inputs_stay_within_the_row_limit(config: Config) -> None:
 @pytest.mark.parametrize("max_m", [17, 203])
 @each_config
 def test_repeats_and_replays_give_the_same_bits(config: Config, max_m: int) -> None:
-    given = layer(512, 7168, kind="real")
+    k = cases.k_for(config, 7168)
+    given = layer(512, k, kind="real")
     counts = tuple(min(count, max_m) for count in grouped.COUNTS[2])
     case = slots_case(given, counts, max_m, None)
-    x = cases.real_x(grouped.E * max_m, 7168, device=DEVICE).view(case.x.shape)
+    x = cases.real_x(grouped.E * max_m, k, device=DEVICE).view(case.x.shape)
     real = Case(case.name, x, case.where, case.expected)
     grouped.check_bits(chord.masked, real, given.packed, config)
 
@@ -120,11 +128,12 @@ def test_repeats_and_replays_give_the_same_bits(config: Config, max_m: int) -> N
 @each_choice
 def test_no_rows_in_use(config: Config | None) -> None:
     """Parts (c), (e) and (f): 48 experts with 64 slots each, none in use."""
-    given = layer(512, 7168, num_experts=48)
-    x = torch.full((48, 64, 7168), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    k = cases.k_for(config, 7168)
+    given = layer(512, k, num_experts=48)
+    x = torch.full((48, 64, k), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     tokens = torch.zeros(48, dtype=torch.int32, device=DEVICE)
     out = cases.poisoned(48, 64, 512, device=DEVICE)
-    no_slots = torch.zeros(48, 0, 7168, dtype=torch.bfloat16, device=DEVICE)
+    no_slots = torch.zeros(48, 0, k, dtype=torch.bfloat16, device=DEVICE)
 
     def calls(validate: bool) -> None:
         options = {"expected": 0, "validate": validate, "config": config}
@@ -146,9 +155,9 @@ def test_no_rows_in_use(config: Config | None) -> None:
 @each_choice
 def test_replays_follow_new_counts(config: Config | None) -> None:
     """Counts change between replays of one graph, a bigger batch runs in between."""
-    given, todo = exact_cases(512, 7168)
-    max_m, n = 16, 512
-    x = cases.exact_x(grouped.E * max_m, 7168, device=DEVICE)
+    max_m, n, k = 16, 512, cases.k_for(config, 7168)
+    given, todo = exact_cases(n, k)
+    x = cases.exact_x(grouped.E * max_m, k, device=DEVICE)
     buffer, rows = cases.guarded(grouped.E * max_m, n, device=DEVICE)
     tokens = torch.zeros(grouped.E, dtype=torch.int32, device=DEVICE)
     slots, out = x.view(grouped.E, max_m, -1), rows.view(grouped.E, max_m, n)
@@ -209,6 +218,11 @@ def test_rows_past_two_to_the_31(config: Config | None, n: int, k: int) -> None:
     slots = long_slots(k, max_m)
     out = cases.poisoned(grouped.E, max_m, n, device=DEVICE)
     tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    if not cases.takes(config, k):
+        # Of a K that it takes, no rows that it takes reach so far.
+        with pytest.raises(InputError, match=f"K={k} is more than max_k"):
+            chord.masked(slots, given.packed, tokens, out, validate=False, config=config)
+        return
     chord.masked(slots, given.packed, tokens, out, validate=False, config=config)
     named = [0, 2, 3, *range(149_790, 149_802), 299_593, 299_594, 299_598, 299_599]
     owners = cases.owners_of_slots(counts, max_m, device=DEVICE)

@@ -115,7 +115,8 @@ def _addressing_values(
             (name, alone(getattr(routing, name)))
             for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
         ]
-        sizes = (out.shape[0], routing.top_k, routing.block_m, routing.expert_ids.numel())
+        ids, blocks = routing.sorted_token_ids.numel(), routing.expert_ids.numel()
+        sizes = (out.shape[0], routing.top_k, routing.block_m, blocks, ids, 0)
     elif isinstance(routing, Contiguous):
         name = "m_indices" if routing.expert_offsets is None else "expert_offsets"
         table = alone(getattr(routing, name))

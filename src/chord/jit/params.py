@@ -89,6 +89,8 @@ INDEXED = AddressingLayout(
         ("top_k", "int"),
         ("block_m", "int"),
         ("num_blocks", "int"),
+        ("num_positions", "int"),
+        ("reserved", "int"),
     ),
 )
 

@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__({kernel.num_threads})
 
 @functools.cache
 def kernel_digest(addressing: str = "Indexed", root: Path = KERNELS) -> str:
-    """Return the hash of the headers that both kernels reach: names and code, never times.
+    """Return the hash of the headers that all kernels reach: names and code, never times.
 
     Records of measurements carry it, and every cache key contains it. What another addressing type
     brings does not count, so that a new one leaves records and caches of the others valid.
@@ -92,7 +92,7 @@ def headers_of(addressing: str, config: Config | FixedKernel | None = None) -> t
     """
     if isinstance(config, FixedKernel):
         return (f"{config.name}.cuh",)
-    return ("decode.cuh", "prefill.cuh", addressing_layout(addressing).header)
+    return ("decode.cuh", "direct.cuh", "prefill.cuh", addressing_layout(addressing).header)
 
 
 def digest_headers(names: tuple[str, ...], root: Path) -> str:

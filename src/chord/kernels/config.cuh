@@ -1,4 +1,4 @@
-// The compile-time choices of the two kernels and the sizes that follow from them. plan/config.py
+// The compile-time choices of the kernels and the sizes that follow from them. plan/config.py
 // is the host's half; a rendered unit asserts that both agree.
 #pragma once
 
@@ -48,6 +48,23 @@ struct DecodeConfig {
            kScheduleScratchBytes + kBarrierBytes;
   }
   constexpr int partial_floats() const { return tile_features() * max_tokens; }
+};
+
+struct DirectConfig {
+  int max_tokens;  // rows of one expert that share one pass over its weights: 8 or 16
+  int warps;
+  int max_k;  // longest K, which a warp's registers hold
+
+  constexpr int units() const { return max_k / kUnitK; }
+  constexpr int threads() const { return 32 * warps; }
+  // Rows of x are 16 bytes longer than their data: eight rows lie in different banks for ldmatrix.
+  constexpr int x_row_bytes() const { return 2 * max_k + 16; }
+  constexpr int x_tile_bytes() const { return max_tokens * x_row_bytes(); }
+  constexpr int note_bytes() const { return 4 + 8 * max_tokens; }
+  constexpr int smem_bytes() const {
+    return warps * (x_tile_bytes() + kStoreBytesPerWarp + 8 + note_bytes()) + 4 * threads() +
+           kSegmentTableBytes + kScheduleScratchBytes;
+  }
 };
 
 struct PrefillConfig {

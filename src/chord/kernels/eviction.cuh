@@ -18,9 +18,7 @@ namespace chord {
 // second stage: a long first one has cleaned L2, and behind a short one it is short itself.
 template <class Addressing>
 __forceinline__ int ordinary_stages(i64 stages, int stage_bytes, int l2_share) {
-  if constexpr (kIsStage<Addressing>) {
-    if constexpr (Addressing::kAwaits == Awaits::kRows) return 0;
-  }
+  if constexpr (awaits<Addressing, Awaits::kRows>()) return 0;
   return stages * stage_bytes <= 4ll * l2_share ? 0 : 2 * l2_share / stage_bytes;
 }
 

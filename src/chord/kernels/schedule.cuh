@@ -32,13 +32,17 @@ struct Segment {
 // behind them the two counts. Nothing of it lives in registers.
 class SegmentTable {
  public:
-  explicit SegmentTable(SmemAddress base) : base_(base) {}
+  explicit SegmentTable(SmemAddress base) : SegmentTable(base, base + kSegmentTableBytes - 8) {}
 
-  int num_segments() const { return ptx::load_shared(base_ + kSegmentTableBytes - 8); }
-  int num_tiles() const { return ptx::load_shared(base_ + kSegmentTableBytes - 4); }
+  // Part `part` of a table that warps share, of 32 segments, with its own place for the counts.
+  SegmentTable(SmemAddress base, int part, SmemAddress counts)
+      : SegmentTable(base + 4 * 32 * part, counts + 8 * part) {}
+
+  int num_segments() const { return ptx::load_shared(counts_); }
+  int num_tiles() const { return ptx::load_shared(counts_ + 4); }
   void write_counts(int num_segments, int num_tiles) {
-    ptx::store_shared(base_ + kSegmentTableBytes - 8, num_segments);
-    ptx::store_shared(base_ + kSegmentTableBytes - 4, num_tiles);
+    ptx::store_shared(counts_, num_segments);
+    ptx::store_shared(counts_ + 4, num_tiles);
   }
 
   // The first tile is the segment's own number: right where every segment is one tile.
@@ -97,6 +101,8 @@ class SegmentTable {
   }
 
  private:
+  SegmentTable(SmemAddress base, SmemAddress counts) : base_(base), counts_(counts) {}
+
   static constexpr int kExpertShift = 20;
   static constexpr u32 kTileMask = (1u << kExpertShift) - 1;
   static_assert(kMaxSegments <= 1 << (32 - kExpertShift), "an expert id must fit in 12 bits");
@@ -106,6 +112,7 @@ class SegmentTable {
   SmemAddress expert_and_tile(int segment) const { return row_begin(2 * kMaxSegments + segment); }
 
   SmemAddress base_;
+  SmemAddress counts_;
 };
 
 // Turns 32 * kWords words of shared memory into the sums of those before each. One warp calls it.
@@ -170,10 +177,123 @@ void sort_by_tile_rows(SegmentTable table, SmemAddress counts, int num_segments,
   }
 }
 
-// Fills the table. All threads of the block make one and call build(), which synchronises the
-// block: what was written to shared memory before is visible after. In between a thread has other
-// things to do: the first items have been asked for, and come from cold memory. Experts that are
-// none of `num_experts` have no weights to be read: their rows are left out.
+// What both builders do with an item: experts of it and of its neighbours, -1 for none.
+struct Item {
+  int before;
+  int own;
+  int after;
+
+  bool begins() const { return own >= 0 && before != own; }
+  bool ends() const { return own >= 0 && after != own; }
+};
+
+// Reads items and writes segments, a lane an item. Experts that are none of `num_experts` have no
+// weights to be read: their rows are left out.
+template <class Addressing>
+class SegmentWriter {
+ public:
+  SegmentWriter(const Addressing& addressing, int num_experts, int lane)
+      : addressing_(addressing), num_experts_(num_experts), lane_(lane) {}
+
+  const Addressing& addressing() const { return addressing_; }
+
+  // Items that do not exist may be read (the buffer has room for them).
+  Item load(int index) const {
+    const auto expert = [&](int item) {
+      return item >= 0 && item < addressing_.max_items() ? addressing_.expert(item) : -1;
+    };
+    return {expert(index - 1), expert(index), expert(index + 1)};
+  }
+
+  // The item with those left out that count for nothing; `end`: Addressing::load_end().
+  Item valid(int index, const Item& item, int end) const {
+    const auto counted = [&](int at, int expert) {
+      const bool counts = expert >= 0 && expert < num_experts_;
+      return counts && addressing_.is_item(at, end) ? expert : -1;
+    };
+    return {counted(index - 1, item.before), counted(index, item.own),
+            counted(index + 1, item.after)};
+  }
+
+  // Writes the first and last rows of the segments that begin and end among the warp's 32 items,
+  // behind `begins` and `ends` others. Says whether the lane's item needs no second tile.
+  bool write(SegmentTable table, int index, const Item& item, int max_rows, int& begins,
+             int& ends) const {
+    const u32 below = (1u << lane_) - 1;
+    const u32 begin_mask = ptx::ballot(item.begins()), end_mask = ptx::ballot(item.ends());
+    const int row_begin = item.begins() ? addressing_.row_begin(index) : 0;
+    const int row_end = item.ends() ? addressing_.row_end(index) : 0;
+    if (item.begins()) {
+      const int segment = begins + ptx::count_bits(begin_mask & below);
+      table.write_begin(segment, row_begin, item.own);
+    }
+    if (item.ends()) table.write_end(ends + ptx::count_bits(end_mask & below), row_end);
+    begins += ptx::count_bits(begin_mask);
+    ends += ptx::count_bits(end_mask);
+    // A segment of several items counts as one that may need several tiles.
+    return item.begins() == item.ends() && row_end - row_begin <= max_rows;
+  }
+
+  // One warp calls it; a lane has neighbouring segments.
+  void number_tiles(SegmentTable table, int num_segments, int max_rows) const {
+    const int share = ceil_div(num_segments, 32), first = lane_ * share;
+    const int end = min_of(first + share, num_segments);
+    int own = 0, num_tiles;
+#pragma unroll 4
+    for (int segment = first; segment < end; ++segment) {
+      own += ceil_div(table.rows(segment), max_rows);
+    }
+    int tile = sum_below(lane_, own, num_tiles);
+#pragma unroll 4
+    for (int segment = first; segment < end; ++segment) {
+      const int tiles = ceil_div(table.rows(segment), max_rows);
+      table.write_first_tile(segment, tile);
+      tile += tiles;
+    }
+    if (lane_ == 0) table.write_counts(num_segments, num_tiles);
+  }
+
+ private:
+  const Addressing& addressing_;
+  const int num_experts_;
+  const int lane_;
+};
+
+// Fills a table for one warp alone, where there are at most 32 items: nobody waits for anybody. All
+// lanes make one and call build(). In between they have other things to do: the items have been
+// asked for, and come from cold memory.
+template <class Addressing>
+class WarpScheduleBuilder {
+ public:
+  WarpScheduleBuilder(const Addressing& addressing, int num_experts, int lane)
+      : writer_(addressing, num_experts, lane),
+        lane_(lane),
+        item_(writer_.load(lane)),
+        end_(addressing.load_end()) {}
+
+  bool has_all() const { return !writer_.addressing().is_item(32, end_); }
+
+  void build(SegmentTable table, int max_rows) const {
+    int begins = 0, ends = 0;
+    const Item item = writer_.valid(lane_, item_, end_);
+    const bool one_tile_each = writer_.write(table, lane_, item, max_rows, begins, ends);
+    if (lane_ == 0) table.write_counts(begins, begins);
+    const bool all_one = ptx::ballot(!one_tile_each) == 0;
+    ptx::sync_warp();
+    if (all_one) return;
+    writer_.number_tiles(table, begins, max_rows);
+    ptx::sync_warp();
+  }
+
+ private:
+  const SegmentWriter<Addressing> writer_;
+  const int lane_;
+  const Item item_;
+  const int end_;  // which items exist
+};
+
+// Fills the table for a block. All threads make one and call build(), which synchronises the block:
+// what was written to shared memory before is visible after. As above, there is time in between.
 template <int kThreads, bool kLongestFirst, class Addressing>
 class ScheduleBuilder {
   static constexpr int kWarps = kThreads / 32;
@@ -181,11 +301,11 @@ class ScheduleBuilder {
 
  public:
   ScheduleBuilder(const Addressing& addressing, int num_experts)
-      : addressing_(addressing), num_experts_(num_experts) {
+      : writer_(addressing, num_experts, lane_) {
     const int share = round_up(ceil_div(addressing.max_items(), kWarps), 32);
     warp_begin_ = warp_ * share;
     warp_end_ = min_of(warp_begin_ + share, addressing.max_items());
-    first_ = load(warp_begin_ + lane_);
+    first_ = writer_.load(warp_begin_ + lane_);
     end_ = addressing.load_end();
   }
 
@@ -213,22 +333,9 @@ class ScheduleBuilder {
     // More segments than experts means blocks of one expert that do not lie together.
     if (num_segments > kMaxSegments) ptx::trap();
 
-    // Write each segment's first and last row.
     bool one_tile_each = true;
     for_each_item([&](int index, const Item& item) {
-      const u32 below = (1u << lane_) - 1;
-      const u32 begin_mask = ptx::ballot(item.begins()), end_mask = ptx::ballot(item.ends());
-      const int row_begin = item.begins() ? addressing_.row_begin(index) : 0;
-      const int row_end = item.ends() ? addressing_.row_end(index) : 0;
-      if (item.begins()) {
-        const int segment = begins + ptx::count_bits(begin_mask & below);
-        table.write_begin(segment, row_begin, item.own);
-      }
-      if (item.ends()) table.write_end(ends + ptx::count_bits(end_mask & below), row_end);
-      // A segment of several items counts as one that may need several tiles.
-      if (item.begins() != item.ends() || row_end - row_begin > max_rows) one_tile_each = false;
-      begins += ptx::count_bits(begin_mask);
-      ends += ptx::count_bits(end_mask);
+      one_tile_each = writer_.write(table, index, item, max_rows, begins, ends) && one_tile_each;
     });
     if (thread_ == 0) table.write_counts(num_segments, num_segments);
     one_tile_each = ptx::sync_block_and(one_tile_each);
@@ -237,29 +344,11 @@ class ScheduleBuilder {
       ptx::sync_block();
     }
     if (one_tile_each) return;
-    if (warp_ == 0) number_tiles(table, num_segments, max_rows);
+    if (warp_ == 0) writer_.number_tiles(table, num_segments, max_rows);
     ptx::sync_block();
   }
 
  private:
-  // Experts of an item and of its neighbours, -1 for none.
-  struct Item {
-    int before;
-    int own;
-    int after;
-
-    bool begins() const { return own >= 0 && before != own; }
-    bool ends() const { return own >= 0 && after != own; }
-  };
-
-  // Items that do not exist may be read (the buffer has room for them).
-  Item load(int index) const {
-    const auto expert = [&](int item) {
-      return item >= 0 && item < addressing_.max_items() ? addressing_.expert(item) : -1;
-    };
-    return {expert(index - 1), expert(index), expert(index + 1)};
-  }
-
   // Visits the warp's items with those left out that count for nothing, a lane an item.
   template <class Visit>
   __forceinline__ void for_each_item(Visit&& visit) const {
@@ -267,41 +356,16 @@ class ScheduleBuilder {
 #pragma unroll 1
     for (int base = warp_begin_; base < warp_end_; base += 32) {
       const int index = base + lane_;
-      if (base > warp_begin_) item = load(index);
-      const auto valid = [&](int at, int expert) {
-        const bool counts = expert >= 0 && expert < num_experts_;
-        return counts && addressing_.is_item(at, end_) ? expert : -1;
-      };
-      visit(index, Item{valid(index - 1, item.before), valid(index, item.own),
-                        valid(index + 1, item.after)});
+      if (base > warp_begin_) item = writer_.load(index);
+      visit(index, writer_.valid(index, item, end_));
     }
-  }
-
-  // One warp calls it; a lane has neighbouring segments.
-  void number_tiles(SegmentTable table, int num_segments, int max_rows) const {
-    const int share = ceil_div(num_segments, 32), first = lane_ * share;
-    const int end = min_of(first + share, num_segments);
-    int own = 0, num_tiles;
-#pragma unroll 4
-    for (int segment = first; segment < end; ++segment) {
-      own += ceil_div(table.rows(segment), max_rows);
-    }
-    int tile = sum_below(lane_, own, num_tiles);
-#pragma unroll 4
-    for (int segment = first; segment < end; ++segment) {
-      const int tiles = ceil_div(table.rows(segment), max_rows);
-      table.write_first_tile(segment, tile);
-      tile += tiles;
-    }
-    if (lane_ == 0) table.write_counts(num_segments, num_tiles);
   }
 
   // Nothing of it is kept for what comes later, which needs all registers.
   const int thread_ = ptx::opaque(ptx::thread_idx());
   const int warp_ = thread_ / 32;
   const int lane_ = thread_ % 32;
-  const Addressing& addressing_;
-  const int num_experts_;
+  const SegmentWriter<Addressing> writer_;
   int warp_begin_, warp_end_;  // the warp's items
   Item first_;                 // of the lane
   int end_;                    // which items exist

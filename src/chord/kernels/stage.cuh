@@ -23,11 +23,16 @@ inline constexpr bool kIsStage = requires { Addressing::kAwaits; };
 template <class Addressing>
 inline constexpr bool kHasSwiglu = requires { Addressing::kSwiglu; };
 
+// Whether it is `kWhat` that a stage waits for.
+template <class Addressing, Awaits kWhat>
+constexpr bool awaits() {
+  if constexpr (kIsStage<Addressing>) return Addressing::kAwaits == kWhat;
+  return false;
+}
+
 template <class Addressing, Awaits kWhat>
 __forceinline__ void await() {
-  if constexpr (kIsStage<Addressing>) {
-    if constexpr (Addressing::kAwaits == kWhat) ptx::wait_for_kernel_before();
-  }
+  if constexpr (awaits<Addressing, kWhat>()) ptx::wait_for_kernel_before();
 }
 
 // Behind the wait for the routing, if there is one: a kernel that begins earlier could not tell

@@ -1,4 +1,4 @@
-"""The compile-time choices of the two kernels: the host's half of kernels/config.cuh.
+"""The compile-time choices of the kernels: the host's half of kernels/config.cuh.
 
 One field, one meaning; `to_cpp` writes them by name. The sizes that follow from them are computed
 here once more, because the host has to know them before anything is compiled; every rendered unit
@@ -99,6 +99,52 @@ class DecodeConfig(_Rendered):
 
 
 @dataclass(frozen=True)
+class DirectConfig(_Rendered):
+    """A handful of rows and a short K: weights go straight into registers, mma.sync multiplies.
+
+    Attributes:
+        max_tokens: Rows of one expert that share one pass over its weights, 8 or 16.
+        warps: Warps of a block, an even number.
+        max_k: Longest K, which a warp's registers hold.
+    """
+
+    max_tokens: int
+    warps: int
+    max_k: int
+
+    kernel: ClassVar[str] = "direct"
+    cpp_type: ClassVar[str] = "DirectConfig"
+
+    @property
+    def tile_features(self) -> int:
+        """Output features of a tile, which is a warp's."""
+        return WARP_FEATURES
+
+    @property
+    def tile_rows(self) -> int:
+        """Most rows of a tile."""
+        return self.max_tokens
+
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return 32 * self.warps
+
+    def smem_bytes(self) -> int:
+        """Return the dynamic shared memory of a block."""
+        tile = self.max_tokens * (2 * self.max_k + 16) + 8 + 4 + 8 * self.max_tokens
+        fixed = _SCHEDULE_SCRATCH_BYTES + _SEGMENT_TABLE_BYTES
+        return self.warps * (tile + _STORE_BYTES_PER_WARP) + 4 * self.threads() + fixed
+
+    def partial_floats(self) -> int:
+        """Return 0: a tile is one warp's."""
+        return 0
+
+    def counters(self) -> int:
+        """Return 0: blocks share no counter."""
+        return 0
+
+
+@dataclass(frozen=True)
 class PrefillConfig(_Rendered):
     """Many rows an expert: wgmma with the dequantised weights in registers, Hopper only.
 
@@ -156,10 +202,11 @@ class PrefillConfig(_Rendered):
         return 2
 
 
-Config = DecodeConfig | PrefillConfig
+Config = DecodeConfig | DirectConfig | PrefillConfig
 
-_KERNELS: dict[str, type[DecodeConfig] | type[PrefillConfig]] = {
+_KERNELS: dict[str, type[DecodeConfig] | type[DirectConfig] | type[PrefillConfig]] = {
     "decode": DecodeConfig,
+    "direct": DirectConfig,
     "prefill": PrefillConfig,
 }
 
@@ -182,12 +229,17 @@ _NARROW_DECODE = (
     DecodeConfig(max_tokens=16, warps=8, block_k=512, stages=2),
     DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=2, warp_features=64),
 )
+_DIRECT = (
+    DirectConfig(max_tokens=16, warps=8, max_k=256),
+    DirectConfig(max_tokens=16, warps=16, max_k=256),
+)
 _HOPPER = (
     *_NARROW_DECODE,
     DecodeConfig(max_tokens=16, warps=8, block_k=384, stages=3),
     DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=4),
     DecodeConfig(max_tokens=16, warps=4, block_k=256, stages=7),
     DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=2, warp_features=64),
+    *_DIRECT,
     PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=512, stages=2),
     PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=256, stages=4),
     PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=256, stages=3),
@@ -200,6 +252,7 @@ _BLACKWELL = (
     *_NARROW_DECODE,
     DecodeConfig(max_tokens=32, warps=8, block_k=256, stages=3),
     DecodeConfig(max_tokens=48, warps=8, block_k=256, stages=3),
+    *_DIRECT,
 )
 _SHIPPED: dict[str, tuple[Config, ...]] = {
     "sm_90a": _HOPPER,

@@ -7,6 +7,9 @@ the time. Every rate says its unit and where it comes from; loads of the experts
 decode   Each pass over an expert (up to max_tokens rows) streams all its weights from memory; every
          256-feature tile of a pass reads the rows of x again, mostly from L2. Those two share the
          copy engines and add up; mma.sync runs beside them. Every tile pays a fixed time.
+direct   The bytes alone, as in decode, though rows of x are read once: nothing is staged, so a call
+         that moves little begins sooner. Each warp pays a fixed time for every 32 features of a
+         pass, which memory does not hide.
 prefill  A tile takes the longest of: wgmma over its own width, dequantising its weights, loading
          them; blocks take tiles in turn, so the last wave is paid in full. Nothing is faster than
          the bytes of the whole call.
@@ -18,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from chord.device import DeviceFacts
-from chord.plan.config import Config, DecodeConfig, PrefillConfig
+from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
 from chord.plan.problem import GemmProblem
 
 
@@ -35,6 +38,8 @@ class Rates:
         dequantised_weights_per_us: INT4 weights turned into BF16 fragments, whole card.
         decode_tile_us: Start, epilogue and partial sums of one decode tile.
         prefill_tile_us: Start and epilogue of one prefill tile.
+        direct_launch_us: Time of a direct call that moves next to nothing.
+        direct_task_us: A warp's time for one of its tasks beside memory.
     """
 
     launch_us: float
@@ -45,6 +50,8 @@ class Rates:
     dequantised_weights_per_us: float
     decode_tile_us: float
     prefill_tile_us: float
+    direct_launch_us: float
+    direct_task_us: float
 
 
 # H200, 2026-11-29: 12 us and 4.70 TB/s fitted over a kernel that only streams; 690 TFLOP/s is what
@@ -58,13 +65,15 @@ _H200 = Rates(
     dequantised_weights_per_us=33 * 132 * 1700.0,
     decode_tile_us=0.5,
     prefill_tile_us=2.0,
+    direct_launch_us=8.0,
+    direct_task_us=0.45,
 )
 # Not measured: H100 by its memory's share of H200's, Blackwell by its data sheet's.
 _RATES = {
     "h200": _H200,
-    "h100": Rates(12.0, 3.2e6, 6.0e6, 650e6, 350e6, 33 * 132 * 1700.0, 0.5, 2.0),
-    "b200": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.5, 2.0),
-    "b300": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.5, 2.0),
+    "h100": Rates(12.0, 3.2e6, 6.0e6, 650e6, 350e6, 33 * 132 * 1700.0, 0.5, 2.0, 8.0, 0.45),
+    "b200": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.5, 2.0, 8.0, 0.45),
+    "b300": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.5, 2.0, 8.0, 0.45),
 }
 
 
@@ -89,6 +98,8 @@ def predict_us(config: Config, problem: GemmProblem, device: DeviceFacts) -> flo
     """Return the predicted microseconds of one call."""
     if isinstance(config, DecodeConfig):
         return _decode_us(config, problem, device)
+    if isinstance(config, DirectConfig):
+        return _direct_us(config, problem, device)
     return _prefill_us(config, problem, device)
 
 
@@ -107,6 +118,18 @@ def _decode_us(config: DecodeConfig, problem: GemmProblem, device: DeviceFacts) 
     math_us = 2 * padded_rows * problem.n * problem.k / rate.mma_flop_per_us
     tile_us = passes * feature_tiles * rate.decode_tile_us / device.num_sms
     return rate.launch_us + max(weight_us + x_us + out_us, math_us) + tile_us
+
+
+def _direct_us(config: DirectConfig, problem: GemmProblem, device: DeviceFacts) -> float:
+    rate = rates(device)
+    passes = sum(
+        experts * math.ceil(rows / config.max_tokens) for rows, experts in problem.load_histogram
+    )
+    tasks = passes * math.ceil(problem.n / config.tile_features)
+    weight_us = passes * problem.expert_bytes / rate.memory_bytes_per_us
+    rows_us = problem.planned_rows * problem.row_bytes / rate.memory_bytes_per_us
+    task_us = tasks * rate.direct_task_us / (device.num_sms * config.warps)
+    return rate.direct_launch_us + weight_us + rows_us + task_us
 
 
 def _prefill_us(config: PrefillConfig, problem: GemmProblem, device: DeviceFacts) -> float:

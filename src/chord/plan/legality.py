@@ -1,7 +1,7 @@
 """What may run: the one statement that the dispatcher, the tuner and the tests ask.
 
 Each function returns None or the reason in words, with the values and the rule. Preference is
-`cost`'s business. kernels/decode.cuh and prefill.cuh assert the rules on fields once more.
+`cost`'s business. decode.cuh, direct.cuh and prefill.cuh assert the rules on fields once more.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from chord.plan.config import (
     MAX_SEGMENTS,
     Config,
     DecodeConfig,
+    DirectConfig,
     PrefillConfig,
     shipped_archs,
 )
 from chord.plan.problem import GemmProblem
 from chord.weights.layout import TILE_N, UNIT_N, reject_shape
 
-ARCHS = {"decode": shipped_archs(), "prefill": ("sm_90a",)}
+ARCHS = {"decode": shipped_archs(), "direct": shipped_archs(), "prefill": ("sm_90a",)}
 ADDRESSINGS = (
     "Indexed",
     "ContiguousOffsets",
@@ -37,7 +38,9 @@ _BOX_ROWS = 16
 
 # The kernels number tiles in 20 bits; half of that is left for the padding of routing blocks.
 MAX_TILES = 1 << 19
-# Decode numbers its chunks in int.
+# 512 threads of 128 registers are what a multiprocessor has.
+MAX_DIRECT_WARPS = 16
+# Decode numbers its chunks in int, and the direct kernel its tasks.
 MAX_CHUNKS = (1 << 31) - 1
 # Rows are counted in int, and elements of a row set in units of 16 bytes in 32 bits.
 MAX_ROW_CHUNKS = 1 << 32
@@ -50,6 +53,7 @@ def reject(config: Config, problem: GemmProblem, device: DeviceFacts) -> str | N
     return (
         reject_problem(problem)
         or reject_on_device(config, device)
+        or _reject_long_k(config, problem)
         or _reject_boxes(config, problem)
         or _reject_tiles(config, problem)
     )
@@ -90,11 +94,7 @@ def reject_problem(problem: GemmProblem) -> str | None:
 
 def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
     """Return why `config` cannot run on `device` at all, or None."""
-    reason = (
-        _reject_types(config)
-        or (_reject_decode(config) if isinstance(config, DecodeConfig) else _reject_prefill(config))
-        or _reject_stages(config)
-    )
+    reason = _reject_types(config) or _reject_fields(config)
     if reason is not None:
         return reason
     if device.arch not in ARCHS[config.kernel]:
@@ -117,6 +117,30 @@ def _reject_types(config: Config) -> str | None:
     for name, value in config.fields().items():
         if type(value) is not int:
             return f"{name}={value!r} is not a whole number"
+    return None
+
+
+def _reject_fields(config: Config) -> str | None:
+    if isinstance(config, DirectConfig):
+        return _reject_direct(config)
+    if isinstance(config, DecodeConfig):
+        return _reject_decode(config) or _reject_stages(config)
+    return _reject_prefill(config) or _reject_stages(config)
+
+
+def _reject_direct(config: DirectConfig) -> str | None:
+    if config.max_tokens not in (8, 16):
+        return f"max_tokens={config.max_tokens} is not 8 or 16 (one or two mma wide)"
+    if config.warps % 2 or not 2 <= config.warps <= MAX_DIRECT_WARPS:
+        return (
+            f"warps={config.warps} is not an even number in 2..{MAX_DIRECT_WARPS} (their notes "
+            f"fill multiples of 8 bytes; a thread needs 128 registers)"
+        )
+    if config.max_k % 64 or not 64 <= config.max_k <= 256:
+        return (
+            f"max_k={config.max_k} is not a multiple of 64 in 64..256 (packed unit; a lane copies "
+            f"16 bytes of a row of x)"
+        )
     return None
 
 
@@ -159,7 +183,7 @@ def _reject_prefill(config: PrefillConfig) -> str | None:
     return None
 
 
-def _reject_stages(config: Config) -> str | None:
+def _reject_stages(config: DecodeConfig | PrefillConfig) -> str | None:
     if config.block_k <= 0 or config.block_k % 64:
         return f"block_k={config.block_k} is not a positive multiple of 64 (packed unit)"
     most = BARRIER_BYTES // _BARRIER_BYTES_PER_STAGE
@@ -167,6 +191,15 @@ def _reject_stages(config: Config) -> str | None:
         return (
             f"stages={config.stages} is not in 2..{most} (one stage loads while one is multiplied; "
             f"barriers of more do not fit)"
+        )
+    return None
+
+
+def _reject_long_k(config: Config, problem: GemmProblem) -> str | None:
+    if isinstance(config, DirectConfig) and problem.k > config.max_k:
+        return (
+            f"K={problem.k} is more than max_k={config.max_k}, of which a warp of the direct "
+            f"kernel holds the weights in registers"
         )
     return None
 
@@ -191,13 +224,14 @@ def _reject_tiles(config: Config, problem: GemmProblem) -> str | None:
             f"{config.tile_rows} rows; at most {limit} rows, or a configuration with more rows a "
             f"tile"
         )
-    if isinstance(config, DecodeConfig):
+    if not isinstance(config, PrefillConfig):
+        block_k = config.block_k if isinstance(config, DecodeConfig) else config.max_k
         tiles = 2 * -(-problem.routed_rows // config.tile_rows) + MAX_SEGMENTS
-        chunks = tiles * -(-problem.n // config.tile_features) * -(-problem.k // config.block_k)
+        chunks = tiles * -(-problem.n // config.tile_features) * -(-problem.k // block_k)
         if chunks > MAX_CHUNKS:
             return (
                 f"routed_rows={problem.routed_rows} with n={problem.n} and k={problem.k} may make "
-                f"{chunks} chunks of {config.tile_features} features x {config.block_k} K, more "
+                f"{chunks} chunks of {config.tile_features} features x {block_k} K, more "
                 f"than {MAX_CHUNKS} (counted in 32 bits); split the call by rows"
             )
     return None

@@ -142,6 +142,12 @@ void read_global(const void* address, void* value, int bytes, Where where) {
   std::memcpy(value, address, bytes);
 }
 
+// What it brings is not looked at, so the kernel before may still write it.
+void prefetch(const void* address, Where where) {
+  touch();
+  region_or_fail(address, 1, "prefetches from", where);
+}
+
 void write_global(void* address, const void* value, int bytes, Where where) {
   touch();
   Region& region = region_or_fail(address, bytes, "stores to", where);

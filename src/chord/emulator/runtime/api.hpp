@@ -31,6 +31,7 @@ void trap(Where where);
 void read_shared(std::uint32_t address, void* value, int bytes, Where where);
 void write_shared(std::uint32_t address, const void* value, int bytes, Where where);
 void add_shared(std::uint32_t address, std::uint32_t value, Where where);
+void prefetch(const void* address, Where where);
 void read_global(const void* address, void* value, int bytes, Where where);
 void write_global(void* address, const void* value, int bytes, Where where);
 void write_partial(void* address, const void* value, int bytes, Where where);

@@ -14,7 +14,9 @@ struct Indexed {
     int num_routes;              // rows of the output
     int top_k;                   // routes that share a row of x
     int block_m;
-    int num_blocks;  // blocks that expert_ids has room for
+    int num_blocks;     // blocks that expert_ids has room for
+    int num_positions;  // positions that row_ids has room for
+    int reserved;
   };
 
   static constexpr bool kSortedRows = false;
@@ -36,7 +38,12 @@ struct Indexed {
     return static_cast<unsigned>(route) < static_cast<unsigned>(p.num_routes) ? route : -1;
   }
   int input_row(int output_row) const { return output_row / p.top_k; }
+
+  // Known to the host too: output rows of so many positions may be asked for, whether or not they
+  // are in use, and x has so many rows.
+  int num_positions() const { return p.num_positions; }
+  int num_inputs() const { return ceil_div(p.num_routes, p.top_k); }
 };
-static_assert(sizeof(Indexed::Params) == 40, "Indexed::Params must match jit/params.py");
+static_assert(sizeof(Indexed::Params) == 48, "Indexed::Params must match jit/params.py");
 
 }  // namespace chord

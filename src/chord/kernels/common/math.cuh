@@ -1,4 +1,4 @@
-// Integer helpers that both kernels use.
+// Integer helpers that the kernels use.
 #pragma once
 
 namespace chord {

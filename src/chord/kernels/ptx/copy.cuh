@@ -49,6 +49,11 @@ __forceinline__ void tensor_load_2d(SmemAddress target, const TensorMap* map, in
       : "memory");
 }
 
+// Asks for the line of `address`: a later load finds it in L2.
+__forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // Copies 16 bytes through L2.
 __forceinline__ void cp_async(SmemAddress target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");

@@ -95,6 +95,24 @@ __forceinline__ u16 load_global(const u16* address) {
   return value;
 }
 
+// Weights, which nobody reads again: they stay out of L1, and their lines have the turn `policy`
+// (copy.cuh) to leave L2.
+__forceinline__ U32x4 load_weights_x4(const void* address, u64 policy) {
+  U32x4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address), "l"(policy));
+  return v;
+}
+
+__forceinline__ U32x2 load_weights_x2(const void* address, u64 policy) {
+  U32x2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(address), "l"(policy));
+  return v;
+}
+
 // A value that the kernel before this one may have written: after `wait_for_kernel_before`, or in a
 // kernel that begins when all before it have ended.
 __forceinline__ int load_written(const int* address) {

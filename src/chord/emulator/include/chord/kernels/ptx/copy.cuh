@@ -28,6 +28,10 @@ inline void tensor_load_2d(SmemAddress target, const TensorMap* map, int k, int 
   emulator::tensor_load_2d(target, map, k, row, barrier, where);
 }
 
+inline void prefetch(const void* address, emulator::Where where = emulator::Where::current()) {
+  emulator::prefetch(address, where);
+}
+
 inline void cp_async(SmemAddress target, const void* source,
                      emulator::Where where = emulator::Where::current()) {
   emulator::cp_async(target, source, true, where);

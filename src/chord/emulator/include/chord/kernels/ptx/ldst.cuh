@@ -80,6 +80,22 @@ inline u16 load_global(const u16* address, emulator::Where where = emulator::Whe
   return value;
 }
 
+inline U32x4 load_weights_x4(const void* address, u64 policy,
+                             emulator::Where where = emulator::Where::current()) {
+  (void)policy;
+  U32x4 v;
+  emulator::read_global(address, &v, 16, where);
+  return v;
+}
+
+inline U32x2 load_weights_x2(const void* address, u64 policy,
+                             emulator::Where where = emulator::Where::current()) {
+  (void)policy;
+  U32x2 v;
+  emulator::read_global(address, &v, 8, where);
+  return v;
+}
+
 inline int load_written(const int* address, emulator::Where where = emulator::Where::current()) {
   int value;
   emulator::read_global(address, &value, 4, where);

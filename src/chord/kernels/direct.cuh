@@ -1,0 +1,327 @@
+// A handful of rows and a short K: weights go from memory straight into the registers of the warp
+// that multiplies them with mma.sync. What decode spends on a ring of stages, barriers and a wait
+// for whole copies is longer than such a launch takes.
+//
+// Roles      none: all warps do the same.
+// Work       tasks of 32 features x all of K x up to max_tokens rows, numbered row tile > features
+//            and dealt out in equal runs, one a block, whose warps take them in turn.
+// Memory     a warp has asked for the codes and scales of its whole next task while it multiplies
+//            one: 4.6 KB at K = 256, 74 KB a multiprocessor.
+// Timeline   ask for items | find tiles | ask for weights | fetch rows of x into the warp's part of
+//            shared memory | multiply one row tile, ask for its successor, the other, ... | store
+#pragma once
+
+#include <chord/kernels/config.cuh>
+#include <chord/kernels/dequant/int4.cuh>
+#include <chord/kernels/epilogue.cuh>
+#include <chord/kernels/params.cuh>
+#include <chord/kernels/ptx/copy.cuh>
+#include <chord/kernels/ptx/ldst.cuh>
+#include <chord/kernels/ptx/mbarrier.cuh>
+#include <chord/kernels/ptx/mma.cuh>
+#include <chord/kernels/ptx/sync.cuh>
+#include <chord/kernels/schedule.cuh>
+#include <chord/kernels/stage.cuh>
+#include <chord/kernels/swiglu.cuh>
+#include <chord/kernels/weight_layout.cuh>
+
+namespace chord {
+
+template <DirectConfig kConfig, class Addressing>
+class Direct {
+  static_assert(kConfig.max_tokens == 8 || kConfig.max_tokens == 16,
+                "max_tokens must be 8 or 16: one or two mma wide");
+  static_assert(kConfig.max_k % kUnitK == 0 && kConfig.max_k <= 256,
+                "max_k must be a multiple of 64 (packed unit) and at most 256: a lane copies 16 "
+                "bytes of a row of x");
+
+  static constexpr int kRowTiles = 2;  // of a task
+  static constexpr int kTaskFeatures = kRowTiles * kRowTileFeatures;
+  static constexpr int kTasksPerStripe = kUnitFeatures / kTaskFeatures;
+  static constexpr int kUnits = kConfig.units();
+  // Whether rows of x and their numbers can be asked for before it is known who needs them.
+  static constexpr bool kKnowsInputs = requires(const Addressing& a) { a.num_inputs(); };
+
+  struct Smem {
+    SmemAddress x = ptx::dynamic_smem();
+    SmemAddress store = x + kConfig.warps * kConfig.x_tile_bytes();
+    SmemAddress barriers = store + kConfig.warps * kStoreBytesPerWarp;
+    SmemAddress notes = barriers + 8 * kConfig.warps;
+    SmemAddress rows = notes + kConfig.warps * kConfig.note_bytes();
+    SmemAddress table = rows + 4 * kConfig.threads();
+    SmemAddress scratch = table + kSegmentTableBytes;  // or counts of the warps' own tables
+  };
+  static_assert(32 * kConfig.warps <= kMaxSegments && 8 * kConfig.warps <= kScheduleScratchBytes,
+                "the warps' own tables must fit into the one of the block");
+
+  // Codes and scales of a unit's two row tiles, as a lane multiplies them.
+  struct Unit {
+    u32 words[kRowTiles][4];
+    u32 scales[kRowTiles][2];
+  };
+
+  struct Task {
+    int row_tile;
+    int features;  // number of its 32
+    int expert;
+  };
+
+ public:
+  explicit Direct(const Params<Addressing>& params)
+      : p(params.gemm), addressing{params.addressing} {}
+
+  __forceinline__ void run() {
+    await<Addressing, Awaits::kRouting>();
+    let_next_begin<Addressing>();
+    build_schedule();
+    // The host sees to it that tasks are fewer than 2^31.
+    const u32 tasks = table.num_tiles() * tasks_per_row_tile();
+    const u32 share = tasks / ptx::grid_dim(), longer = tasks % ptx::grid_dim();
+    const u32 block = ptx::block_idx();
+    const int begin = share * block + min_of(block, longer);
+    const int count = share + (block < longer ? 1 : 0);
+    if (count == 0) return await<Addressing, Awaits::kRows>();
+    multiply(begin, count);
+  }
+
+ private:
+  int k_units() const { return ceil_div(p.k, kUnitK); }
+  int stripes() const { return ceil_div(p.n, kUnitFeatures); }
+  int tasks_per_row_tile() const { return kTasksPerStripe * stripes(); }
+
+  // A few items are each warp's own affair. What else comes from cold memory is asked for at the
+  // same time, for behind the weights it would be there as late as they: numbers of the first rows,
+  // which all warps share, and x.
+  __forceinline__ void build_schedule() {
+    const WarpScheduleBuilder<Addressing> own(addressing, p.num_experts, lane);
+    int row = -1;
+    if constexpr (kKnowsInputs) {
+      const int thread = ptx::thread_idx();
+      if (thread < addressing.num_positions()) row = addressing.output_row(thread);
+      if (warp == kConfig.warps / 2) ask_for_x();
+    }
+    if (ptx::thread_idx() == 0) {
+      for (int place = 0; place < kConfig.warps; ++place) {
+        ptx::mbarrier_init(x_barrier(place), 32 + 1);
+      }
+      ptx::fence_mbarrier_init();
+    }
+    if (!own.has_all()) {
+      ScheduleBuilder<kConfig.threads(), false, Addressing>(addressing, p.num_experts)
+          .build(table, smem.scratch, kConfig.max_tokens);
+      return;
+    }
+    table = SegmentTable(smem.table, warp, smem.scratch);
+    own.build(table, kConfig.max_tokens);
+    if constexpr (kKnowsInputs) {
+      ptx::store_shared(smem.rows + 4 * ptx::thread_idx(), row);
+      rows_kept = min_of(kConfig.threads(), addressing.num_positions());
+    }
+    ptx::sync_block();
+  }
+
+  // Brings x to L2, a line of 128 bytes a lane, if it is not long. (Into the shared memory of every
+  // block: 0.5 us and more lost, for all of them ask for the same lines.)
+  void ask_for_x() const {
+    const int line = ptx::block_idx() * 32 + lane;
+    if (line < static_cast<i64>(addressing.num_inputs()) * p.k / 64) {
+      ptx::prefetch(static_cast<const char*>(p.x) + 128 * line);
+    }
+  }
+
+  // K behind the last is multiplied too, by weights of zero: there must be no NaN in it.
+  void clear_behind_k(SmemAddress slot) const {
+    for (int at = 2 * p.k; at < 2 * kConfig.max_k; at += 16) {
+      ptx::store_shared_x4(slot + at, {0, 0, 0, 0});
+    }
+  }
+
+  int output_row(int position) const {
+    if (position < rows_kept) return ptx::load_shared(smem.rows + 4 * position);
+    return addressing.output_row(position);
+  }
+
+  // Moves on by `tasks`.
+  void advance(Task& task, int tasks) const {
+    task.features += tasks;
+    if (task.features < tasks_per_row_tile()) return;
+    for (; task.features >= tasks_per_row_tile(); ++task.row_tile) {
+      task.features -= tasks_per_row_tile();
+    }
+    task.expert = table.find(task.row_tile).expert;
+  }
+
+  // A unit behind the last has zeros, as x has there: no branch, so all are on their way at once.
+  void load_unit(Unit& unit, const Task& task, int u) const {
+    const i64 offset =
+        unit_offset(task.expert, task.features / kTasksPerStripe, u, stripes(), k_units());
+    const char* source = static_cast<const char*>(p.weight) + offset;
+    const u64 policy = ptx::evict_first();
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int row_tile = task.features % kTasksPerStripe * kRowTiles + i;
+      U32x4 words{0, 0, 0, 0};
+      U32x2 scales{0, 0};
+      if (u < k_units()) {
+        words = ptx::load_weights_x4(source + code_offset(row_tile, lane), policy);
+        scales = ptx::load_weights_x2(source + scale_offset(row_tile, lane), policy);
+      }
+      unit.words[i][0] = words.x, unit.words[i][1] = words.y;
+      unit.words[i][2] = words.z, unit.words[i][3] = words.w;
+      unit.scales[i][0] = scales.x, unit.scales[i][1] = scales.y;
+    }
+  }
+  void load_units(Unit (&units)[kUnits], const Task& task) const {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) load_unit(units[u], task, u);
+  }
+
+  // Finds the rows of a tile, notes them in place `place` and brings their x. Tokens without a row
+  // read x of one that has one, for their sums are dropped.
+  void load_rows(int row_tile, int place) const {
+    const Segment segment = table.find(row_tile);
+    const int rows_per_tile = segment.rows_per_tile();
+    const int position = segment.row_begin + (row_tile - segment.first_tile) * rows_per_tile + lane;
+    const bool exists = lane < rows_per_tile && position < segment.row_end;
+    const int row = exists ? output_row(position) : -1;
+    const u32 valid = ptx::ballot(row >= 0);
+    // A tile of padding alone gets row 0 of x.
+    const u32 read = valid == 0 ? 1 : valid;
+    const bool is_read = (read >> lane & 1) != 0;
+    const int input_row = row < 0 ? 0 : addressing.input_row(row);
+    SmemAddress slot = x_slot(place * kConfig.max_tokens + lane);
+    const SmemAddress barrier = x_barrier(place);
+    if (lane == 0) ptx::mbarrier_arrive_expect_bytes(barrier, ptx::count_bits(read) * 2 * p.k);
+    // The bytes are announced before the first of them can arrive.
+    ptx::sync_warp();
+    if (is_read) {
+      const i64 source = static_cast<i64>(input_row) * p.k * 2;
+      ptx::bulk_load(slot, static_cast<const char*>(p.x) + source, 2 * p.k, barrier);
+      clear_behind_k(slot);
+    }
+    const int other_slot = ptx::shuffle(slot, ptx::highest_bit(read));
+    if (!is_read) slot = other_slot;
+    if (lane < kConfig.max_tokens) {
+      ptx::store_shared(row_note(place, lane), row);
+      ptx::store_shared(slot_note(place, lane), slot);
+    }
+    if (lane == 0) ptx::store_shared(width_note(place), ptx::highest_bit(read) + 1);
+    ptx::mbarrier_arrive(barrier);
+  }
+
+  // Tasks [begin, begin + count), of which the warp takes every kConfig.warps-th. Rows of x lie in
+  // shared memory for as many tiles as there are warps, each of which brings one.
+  __forceinline__ void multiply(u32 begin, int count) {
+    const int per_tile = tasks_per_row_tile();
+    int first_tile = begin / static_cast<u32>(per_tile);
+    const int first_features = begin - first_tile * per_tile;
+    Task next{first_tile, first_features, table.find(first_tile).expert};
+    if (warp < count) advance(next, warp);
+    Unit units[kUnits];
+    // Stages ask for weights while they wait for rows; others ask for rows first, so that these are
+    // there before the weights. The last warps, which may have no task, bring the first tiles.
+    constexpr bool kWeightsFirst = awaits<Addressing, Awaits::kRows>();
+    const int place = kConfig.warps - 1 - warp;
+    int tasks_behind = first_features + count;  // from the first of the tile on
+    if (kWeightsFirst && warp < count) load_units(units, next);
+    await<Addressing, Awaits::kRows>();
+    if (place * per_tile < tasks_behind) load_rows(first_tile + place, place);
+    if (!kWeightsFirst && warp < count) load_units(units, next);
+    int left = count - warp;
+    for (u32 phase = 0;; phase ^= 1) {
+      while (left > 0 && next.row_tile < first_tile + kConfig.warps) {
+        const Task task = next;
+        left -= kConfig.warps;
+        if (left > 0) advance(next, kConfig.warps);
+        const int where = task.row_tile - first_tile;
+        ptx::mbarrier_wait(x_barrier(where), phase);
+        if (kConfig.max_tokens > 8 && ptx::load_shared(width_note(where)) > 8) {
+          multiply_task<kConfig.max_tokens / 8>(units, where, task, next, left > 0);
+        } else {
+          multiply_task<1>(units, where, task, next, left > 0);
+        }
+      }
+      first_tile += kConfig.warps;
+      tasks_behind -= kConfig.warps * per_tile;
+      if (tasks_behind <= 0) return;
+      ptx::fence_proxy_async();
+      ptx::sync_block();  // all have read the rows of these tiles
+      if (place * per_tile < tasks_behind) load_rows(first_tile + place, place);
+    }
+  }
+
+  template <int kEights>
+  __forceinline__ void multiply_task(Unit (&units)[kUnits], int place, const Task& task,
+                                     const Task& next, bool has_next) {
+    float sums[kRowTiles][kEights][4] = {};
+    // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
+    SmemAddress x[kEights];
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      x[eight] = ptx::load_shared(slot_note(place, 8 * eight + lane % 8)) + lane / 8 * 16;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      multiply_unit<kEights>(sums, units[u], x, u);
+      if (has_next) load_unit(units[u], next, u);
+    }
+    int output_row[kEights];  // of token 8 e + lane / 4
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      output_row[eight] = ptx::load_shared(row_note(place, 8 * eight + lane / 4));
+    }
+    store_sums<kRowTiles>(sums, output_row, smem.store + warp * kStoreBytesPerWarp, addressing,
+                          p.out, task.features * kTaskFeatures, p.n);
+    ptx::sync_warp();
+  }
+
+  template <int kEights>
+  void multiply_unit(float (&sums)[kRowTiles][kEights][4], const Unit& unit,
+                     const SmemAddress (&x)[kEights], int u) const {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      u32 a[kRowTiles][2][4];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        const GroupScale scale = prepare_scale(unit.scales[i][group]);
+        for (int step = 0; step < 2; ++step) {
+          dequantize(a[i][step], unit.words[i][2 * group + step], scale);
+        }
+      }
+#pragma unroll
+      for (int eight = 0; eight < kEights; ++eight) {
+        u32 b[4];
+        ptx::load_matrix_x4(b, x[eight] + (2 * u + group) * 2 * kGroupK);
+        for (int step = 0; step < 2; ++step) {
+          for (int i = 0; i < kRowTiles; ++i) {
+            ptx::mma_m16n8k16(sums[i][eight], a[i][step], b[2 * step], b[2 * step + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  SmemAddress x_slot(int slot) const { return smem.x + slot * kConfig.x_row_bytes(); }
+
+  // Of the tile in place `place`: how many tokens are multiplied, each one's output row (-1 for
+  // none) and the slot of its x, and the barrier that says that all this, and x, is there.
+  SmemAddress width_note(int place) const { return smem.notes + place * kConfig.note_bytes(); }
+  SmemAddress row_note(int place, int token) const { return width_note(place) + 4 + 8 * token; }
+  SmemAddress slot_note(int place, int token) const { return row_note(place, token) + 4; }
+  SmemAddress x_barrier(int place) const { return smem.barriers + 8 * place; }
+
+  const GemmParams& p;
+  const Addressing addressing;
+  const Smem smem;
+  const int warp = ptx::thread_idx() / 32;
+  const int lane = ptx::thread_idx() % 32;
+  SegmentTable table{smem.table};
+  int rows_kept = 0;  // positions whose output rows lie in shared memory
+};
+
+template <DirectConfig kConfig, class Addressing>
+__forceinline__ void direct(const Params<Addressing>& p) {
+  Direct<kConfig, Addressing>(p).run();
+}
+
+}  // namespace chord
