@@ -12,6 +12,7 @@ from chord import device as devices
 from chord.errors import InputError, UnsupportedError
 from chord.plan import cost, legality, select
 from chord.plan.config import (
+    MAX_DIRECT_K,
     Config,
     DecodeConfig,
     DirectConfig,
@@ -219,13 +220,19 @@ def test_every_addressing_is_legal(addressing: str) -> None:
     assert legality.reject(DIRECT, short, H200) is None
 
 
-def test_predictions_stay_above_the_floor() -> None:
+@pytest.mark.parametrize("shape", [GATE_UP, SHORT], ids=["long K", "short K"])
+def test_predictions_stay_above_the_floor(shape: GemmProblem) -> None:
     for rows in (1, 160, 4096, 65536):
-        problem = dataclasses.replace(GATE_UP, routed_rows=rows)
+        problem = dataclasses.replace(shape, routed_rows=rows)
         floor = cost.floor_us(problem, H200)
-        for config in shipped_configs("sm_90a"):
-            if legality.reject(config, problem, H200) is None:
-                assert cost.predict_us(config, problem, H200) >= 0.95 * floor
+        legal = [
+            config
+            for config in shipped_configs("sm_90a")
+            if legality.reject(config, problem, H200) is None
+        ]
+        assert (problem.k <= MAX_DIRECT_K) == any(config.kernel == "direct" for config in legal)
+        for config in legal:
+            assert cost.predict_us(config, problem, H200) >= 0.95 * floor
 
 
 def test_load_histogram_counts_rows_and_experts() -> None:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from chord.bench.machine import memory_model
+from chord.bench import machine
 from chord.bench.records import Entry, Record, Row
 
 NOISE = 0.03
@@ -80,7 +80,7 @@ def find_cliffs(record: Record) -> list[Cliff]:
 
 def _floor_ratio(record: Record, before: Row, after: Row) -> float:
     """Return by how much the floor grows, or the memory bound where that grows more."""
-    memory = memory_model(record.card)
+    memory = machine.memory_model(record.card)
     memory_ratio = memory.time_us(after.num_bytes) / memory.time_us(before.num_bytes)
     return max(after.floor_us / before.floor_us, memory_ratio)
 

@@ -21,6 +21,7 @@ _SEGMENT_TABLE_BYTES = 3 * MAX_SEGMENTS * 4 + 16
 _SCHEDULE_SCRATCH_BYTES = 160
 BARRIER_BYTES = 256
 _STORE_BYTES_PER_WARP = 2 * 8 * 2 * WARP_FEATURES
+MAX_DIRECT_K = 256  # of a task of the direct kernel: 48 registers of weights at a time
 MAX_BLOCK_M = 192  # two accumulators of block_m / 2 registers have to fit beside the fragments
 # A count of each length of a tile, in eights, in each 32 segments.
 _SORT_SCRATCH_BYTES = 4 * (MAX_BLOCK_M // 8) * (MAX_SEGMENTS // 32)
@@ -230,8 +231,8 @@ _NARROW_DECODE = (
     DecodeConfig(max_tokens=16, warps=8, block_k=256, stages=2, warp_features=64),
 )
 _DIRECT = (
-    DirectConfig(max_tokens=16, warps=8, max_k=256),
-    DirectConfig(max_tokens=16, warps=16, max_k=256),
+    DirectConfig(max_tokens=16, warps=8, max_k=MAX_DIRECT_K),
+    DirectConfig(max_tokens=16, warps=16, max_k=MAX_DIRECT_K),
 )
 _HOPPER = (
     *_NARROW_DECODE,

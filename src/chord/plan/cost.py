@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from chord.device import DeviceFacts
-from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
+from chord.plan.config import MAX_DIRECT_K, Config, DecodeConfig, DirectConfig, PrefillConfig
 from chord.plan.problem import GemmProblem
 
 
@@ -90,7 +90,8 @@ def call_bytes(problem: GemmProblem) -> float:
 def floor_us(problem: GemmProblem, device: DeviceFacts) -> float:
     """Return the time that no kernel goes below: the launch and the bytes, or the arithmetic."""
     rate = rates(device)
-    memory_us = rate.launch_us + call_bytes(problem) / rate.memory_bytes_per_us
+    launch_us = rate.direct_launch_us if problem.k <= MAX_DIRECT_K else rate.launch_us
+    memory_us = launch_us + call_bytes(problem) / rate.memory_bytes_per_us
     return max(memory_us, problem.flop / rate.wgmma_flop_per_us)
 
 

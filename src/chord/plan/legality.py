@@ -10,6 +10,7 @@ from chord.device import DeviceFacts
 from chord.plan.config import (
     BARRIER_BYTES,
     MAX_BLOCK_M,
+    MAX_DIRECT_K,
     MAX_SEGMENTS,
     Config,
     DecodeConfig,
@@ -136,10 +137,10 @@ def _reject_direct(config: DirectConfig) -> str | None:
             f"warps={config.warps} is not an even number in 2..{MAX_DIRECT_WARPS} (their notes "
             f"fill multiples of 8 bytes; a thread needs 128 registers)"
         )
-    if config.max_k % 64 or not 64 <= config.max_k <= 256:
+    if config.max_k % 64 or not 64 <= config.max_k <= MAX_DIRECT_K:
         return (
-            f"max_k={config.max_k} is not a multiple of 64 in 64..256 (packed unit; a lane copies "
-            f"16 bytes of a row of x)"
+            f"max_k={config.max_k} is not a multiple of 64 in 64..{MAX_DIRECT_K} (packed "
+            f"unit; a warp holds the weights of a task in registers)"
         )
     return None
 

@@ -1,0 +1,159 @@
+"""Time kernels of changed headers beside each other, in turns, on the same operands.
+
+    python benchmarks/variants.py build NAME SRC --config "decode max_tokens=16 ..." [...]
+    python benchmarks/variants.py time tp8_decode/down/1,2,4 [...] [--config ...] [--peer humming]
+
+`build` needs no GPU: it compiles the kernels of SRC (the folder that holds `chord/kernels`, of a
+copy or a worktree with the change in it) and prints registers and spills. `time` runs on the card
+all that was built for a row's addressing, checks every row of the output, and prints medians with a
+cold L2. A name that begins with "part" belongs to a kernel with something left out: its result is
+not looked at. Both keep the kernels in `.variants`, below the working directory.
+
+A configuration is written as `chord explain` prints it. Launch parameters have to be those of the
+Chord that runs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+from unittest import mock
+
+import torch
+import typer
+
+from chord.bench.operands import POISON, ROW_ERROR_LIMIT, max_row_error, random_checkpoint
+from chord.bench.peers import load_peer
+from chord.bench.run import Chord, problem_of
+from chord.bench.scenarios import Case, Projection, Suite, cases, suite_named
+from chord.bench.work import make_work
+from chord.device import facts_of
+from chord.jit import driver
+from chord.jit import launch as launching
+from chord.jit.compiler import compile_unit
+from chord.jit.source import ENTRY, render
+from chord.plan import select
+from chord.plan.config import Config, config_from_fields
+from chord.timing import Call, measure_in_turns
+
+VARIANTS = Path(".variants")
+PART = "part"
+app = typer.Typer(add_completion=False)
+
+
+def parse_config(text: str) -> Config:
+    """Return the configuration that `Config.label` writes as `text`."""
+    kernel, *fields = text.split()
+    pairs = (field.partition("=") for field in fields)
+    return config_from_fields(kernel, {name: int(value) for name, _, value in pairs})
+
+
+def place(name: str, config: Config, addressing: str) -> Path:
+    """Return where a variant's kernel is kept."""
+    return VARIANTS / name / f"{config.label()} {addressing}.cubin".replace(" ", "-")
+
+
+@app.command()
+def build(
+    name: str,
+    src: Path,
+    config: Annotated[list[str], typer.Option(help="As `chord explain` prints it.")],
+    addressing: str = "Indexed",
+    arch: str = "sm_90a",
+) -> None:
+    """Compile the kernels of SRC as variant NAME."""
+    for one in map(parse_config, config):
+        cubin = compile_unit(render(one, addressing), arch, src)
+        path = place(name, one, addressing)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(cubin.code)
+        typer.echo(f"{name}: {one.label()} {addressing}: {cubin.report}, {cubin.seconds:.0f} s")
+
+
+class Variants:
+    """Launchers of built kernels, in the place of the library's own while one is chosen."""
+
+    def __init__(self) -> None:
+        self._shipped = launching.launcher
+        self._made: dict[tuple[str, launching.KernelKey], launching.Launcher] = {}
+        self._chosen: str | None = None
+
+    def launcher(self, key: launching.KernelKey) -> launching.Launcher:
+        """Stand in for `chord.jit.launch.launcher`."""
+        if self._chosen is None:
+            return self._shipped(key)
+        own = (self._chosen, key)
+        if own not in self._made:
+            code = place(self._chosen, key.config, key.addressing).read_bytes()
+            function = driver.load_function(code, ENTRY, key.config.smem_bytes())
+            kernel = launching.LoadedKernel(function, key.config, key.addressing, key.index)
+            self._made[own] = launching.Launcher(kernel, facts_of(key.index).num_sms)
+        return self._made[own]
+
+    def call(self, name: str | None, call: Callable[[], object]) -> Call:
+        """Return `call` with the kernels of variant `name`, None for the library's own."""
+
+        def run() -> None:
+            self._chosen = name
+            call()
+
+        return run
+
+
+def rows_of(text: str) -> tuple[Suite, Projection, list[Case]]:
+    """Return the cases that "SUITE/PROJECTION/COUNT,COUNT,..." names."""
+    suite_name, projection_name, counts = text.split("/")
+    suite = suite_named(suite_name)
+    projection = next(one for one in suite.projections if one.name == projection_name)
+    wanted = [int(count) for count in counts.split(",")]
+    return suite, projection, [case for case in cases(suite, projection) if case.tokens in wanted]
+
+
+def built(config: Config, addressing: str) -> Iterator[str]:
+    """Iterate over the variants that have a kernel."""
+    for folder in sorted(VARIANTS.iterdir()):
+        if place(folder.name, config, addressing).exists():
+            yield folder.name
+
+
+@app.command()
+def time(
+    row: list[str],
+    config: Annotated[list[str] | None, typer.Option(help="Default: the planner's.")] = None,
+    peer: str = "",
+    repeat_ms: float = 60.0,
+) -> None:
+    """Time all variants of the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
+    variants = Variants()
+    with mock.patch.object(launching, "launcher", variants.launcher):
+        for suite, projection, todo in map(rows_of, row):
+            checkpoint = random_checkpoint(
+                suite.num_experts, projection.n, projection.k, torch.device("cuda")
+            )
+            chord = Chord(checkpoint)
+            other = load_peer(peer, checkpoint, todo) if peer else None
+            for case in todo:
+                work = make_work(case, torch.device("cuda"))
+                problem = problem_of(work)
+                planned = select.decide(problem, facts_of(0)).config
+                calls: dict[str, Call] = {}
+                for one in [parse_config(text) for text in config or ()] or [planned]:
+                    for name in built(one, problem.addressing):
+                        call = variants.call(name, chord.prepare_call(work, one))
+                        work.out.fill_(POISON)
+                        call()
+                        error = max_row_error(work.out, work.x, work.owners, case.top_k, checkpoint)
+                        if not name.startswith(PART) and not error <= ROW_ERROR_LIMIT:
+                            raise typer.BadParameter(f"{name} is off by {error:.1e}")
+                        calls[f"{name} ({one.label()})"] = call
+                if other is not None and other.handles(case):
+                    calls[peer] = variants.call(None, other.prepare_call(work))
+                times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
+                typer.echo(f"{suite.name} {projection.name} {case.series.name} {case.tokens}:")
+                for name, timing in times.items():
+                    typer.echo(f"  {timing.median_us:8.1f} us  {name}")
+
+
+if __name__ == "__main__":
+    app()
