@@ -96,7 +96,7 @@ def main() -> None:
         *prepared.scratch_values(launch.current_stream(0)),
         *(4, 256, 256),
         *(t.data_ptr() for t in buffers),
-        *(4, 2, 16, where.expert_ids.numel()),
+        *(4, 2, 16, where.expert_ids.numel(), where.sorted_token_ids.numel(), 0),
     )
     for name, call in ways(values).items():
         print(f"{microseconds(call):7.2f} us  {name}")

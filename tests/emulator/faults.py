@@ -2,7 +2,7 @@
 
 Most of them change what one instruction does, in the host's copy of kernels/ptx, so that they stay
 as the kernels are rewritten: an instruction that does nothing is the same fault as a kernel that
-forgets it. The others change the small headers that both kernels share.
+forgets it. The others change the small headers that the kernels share.
 """
 
 from __future__ import annotations

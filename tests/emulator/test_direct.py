@@ -131,7 +131,7 @@ def test_blocks_of_no_expert_here_are_skipped(tokens: int, expert: int) -> None:
 @pytest.mark.parametrize("config", (DIRECT_8, DIRECT_16), ids=lambda c: c.label())
 @pytest.mark.parametrize("tokens", (11, 150))
 def test_padding_may_stand_between_rows(config: DirectConfig, tokens: int) -> None:
-    """Tokens without a row come before those with one, and are multiplied as zeros."""
+    """Tokens without a row come before those with one, and read the x of another."""
     given = inputs(Shape(2, 72, 96, tokens, block_m=16))
     used = int(given.routing.num_tokens_post_padded)
     ids = given.routing.sorted_token_ids.clone()

@@ -1,4 +1,4 @@
-"""Rows grouped by expert, sorted or in slots, through both kernels on the CPU, bit for bit."""
+"""Rows grouped by expert, sorted or in slots, through the kernels on the CPU, bit for bit."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_rows_past_two_to_the_31(
     top_k = ids.shape[1]
     where = align(ids, num_experts=8, block_m=64)
     if not cases.takes(config, experts.k):
-        # Of a K that it takes, no rows that it takes reach so far.
+        # x of a K that it takes reaches so far in 4,194,304 rows only.
         with pytest.raises(InputError, match=f"K={experts.k} is more than max_k"):
             launch(x, experts, where, config=config)
         return

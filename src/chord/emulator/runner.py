@@ -277,7 +277,7 @@ def run(
     """Run the kernel of `chord.indexed`, `contiguous` or `masked` for `config` on the CPU.
 
     Args:
-        config: A DecodeConfig or PrefillConfig.
+        config: A configuration of any kernel.
         x: bfloat16, contiguous: [M, K], [R, K] or [E, max_m, K], as the routing says.
         packed: E experts of N features.
         routing: Which row belongs to which expert; its type picks the addressing.

@@ -210,7 +210,7 @@ def map_of_rows(key: KernelKey, address: int, rows: int, k: int) -> bytes:
     """Return what a kernel's parameters say of its rows of x where they lie sorted.
 
     Args:
-        key: The kernel; decode copies rows by their addresses and reads no map.
+        key: The kernel; all but prefill copy rows by their addresses and read no map.
         address: Where BF16 [rows, k] lies on the kernel's device.
         rows: Rows, at least 1.
         k: Elements of a row.

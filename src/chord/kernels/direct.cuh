@@ -2,13 +2,16 @@
 // that multiplies them with mma.sync. What decode spends on a ring of stages, barriers and a wait
 // for whole copies is longer than such a launch takes.
 //
-// Roles      none: all warps do the same.
+// Roles      none: all warps do the same, and the last ones bring rows of x.
+// Barriers   x_barrier[place]: 33 arrivals, the 32 lanes of the warp that notes the rows of a tile
+//            and one that announces the bytes of x, + these bytes. A phase a group of row tiles.
 // Work       tasks of 32 features x all of K x up to max_tokens rows, numbered row tile > features
 //            and dealt out in equal runs, one a block, whose warps take them in turn.
 // Memory     a warp has asked for the codes and scales of its whole next task while it multiplies
 //            one: 4.6 KB at K = 256, 74 KB a multiprocessor.
-// Timeline   ask for items | find tiles | ask for weights | fetch rows of x into the warp's part of
-//            shared memory | multiply one row tile, ask for its successor, the other, ... | store
+// Timeline   ask for items, and what else comes from cold memory | find tiles | ask for rows of x,
+//            then for weights (stages of the layer: weights, then rows) | wait for x | multiply a
+//            unit, ask for the next task's, ... | store
 #pragma once
 
 #include <chord/kernels/config.cuh>

@@ -29,7 +29,7 @@ _FIXED_BYTES = _SEGMENT_TABLE_BYTES + BARRIER_BYTES
 
 
 class _Rendered:
-    """What both configurations share: rendering by field name."""
+    """What all configurations share: rendering by field name."""
 
     kernel: ClassVar[str]
 

@@ -1,7 +1,7 @@
 """What may run: the one statement that the dispatcher, the tuner and the tests ask.
 
 Each function returns None or the reason in words, with the values and the rule. Preference is
-`cost`'s business. decode.cuh, direct.cuh and prefill.cuh assert the rules on fields once more.
+`cost`'s business. The kernels assert most rules on fields once more.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
         return reason
     if device.arch not in ARCHS[config.kernel]:
         why = (
-            "wgmma exists on Hopper alone; Blackwell runs every size with the decode kernel"
+            "wgmma exists on Hopper alone; Blackwell runs every size without it"
             if config.kernel == "prefill"
             else "it is neither compiled nor tested for others"
         )
@@ -109,7 +109,8 @@ def reject_on_device(config: Config, device: DeviceFacts) -> str | None:
     if config.smem_bytes() > device.smem_per_block_optin:
         return (
             f"{config.label()} needs {config.smem_bytes()} bytes of shared memory, "
-            f"{device.name} gives a block {device.smem_per_block_optin}; use fewer stages"
+            f"{device.name} gives a block {device.smem_per_block_optin}; use fewer "
+            f"{'warps' if isinstance(config, DirectConfig) else 'stages'}"
         )
     return None
 
@@ -227,8 +228,10 @@ def _reject_tiles(config: Config, problem: GemmProblem) -> str | None:
         )
     if not isinstance(config, PrefillConfig):
         block_k = config.block_k if isinstance(config, DecodeConfig) else config.max_k
+        # The padded N: the direct kernel has two tasks of 32 features in each stripe of 64.
+        feature_tiles = -(-UNIT_N * -(-problem.n // UNIT_N) // config.tile_features)
         tiles = 2 * -(-problem.routed_rows // config.tile_rows) + MAX_SEGMENTS
-        chunks = tiles * -(-problem.n // config.tile_features) * -(-problem.k // block_k)
+        chunks = tiles * feature_tiles * -(-problem.k // block_k)
         if chunks > MAX_CHUNKS:
             return (
                 f"routed_rows={problem.routed_rows} with n={problem.n} and k={problem.k} may make "

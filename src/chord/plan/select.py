@@ -69,10 +69,10 @@ class ProfileRow:
         """
         if (self.n, self.k) != (problem.n, problem.k):
             return None
-        addressing = _MEASURED_AS.get(problem.addressing, problem.addressing)
-        if self.addressing != addressing:
+        stand_in = _MEASURED_AS.get(problem.addressing, problem.addressing)
+        if self.addressing not in (problem.addressing, stand_in):
             return None
-        if addressing == "Indexed":
+        if stand_in == "Indexed":
             known = self.num_experts == problem.num_experts
             rows = problem.planned_rows
         else:
@@ -135,7 +135,10 @@ def decide(problem: GemmProblem, device: DeviceFacts, profiles: Path = PROFILES)
     known = [(row.distance(problem), row) for row in rows if row.config in legal_configs]
     related = [(distance, row) for distance, row in known if distance is not None]
     if related:
-        distance, row = min(related, key=lambda pair: pair[0])
+        # A row of the problem's own addressing goes before one that stands in for it.
+        distance, row = min(
+            related, key=lambda pair: (pair[0], pair[1].addressing != problem.addressing)
+        )
         where = f" with {row.num_experts} experts" if distance else ""
         reason = f"profile {row.source}, {row.us:.1f} us measured on {row.date}{where}"
         return Decision(row.config, reason, considered, refused)
