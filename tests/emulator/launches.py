@@ -117,11 +117,32 @@ def owned_inputs(
     return Inputs(x, weights, routing, expected)
 
 
-def foreign_blocks(routing: Indexed, every: int, expert: int = -1) -> Indexed:
-    """Give every `every`-th routing block to another rank: its expert becomes `expert`."""
+def foreign_blocks(given: Inputs, every: int, expert: int) -> Inputs:
+    """Give every `every`-th routing block to another rank: its expert becomes `expert`.
+
+    Nobody writes its rows then.
+    """
+    routing = given.routing
+    assert isinstance(routing, Indexed)
     experts = routing.expert_ids.clone()
     experts[::every] = expert
-    return replace(routing, expert_ids=experts)
+    used = int(routing.num_tokens_post_padded)
+    blocks = routing.sorted_token_ids[:used].view(-1, routing.block_m)
+    here = experts[: len(blocks)]
+    dropped = blocks[(here < 0) | (here >= given.weights.shape[0])].flatten()
+    expected = given.expected.clone()
+    expected[dropped[dropped < len(expected)].long()] = float("nan")
+    return replace(given, routing=replace(routing, expert_ids=experts), expected=expected)
+
+
+def padding_first(given: Inputs) -> Inputs:
+    """Turn each routing block around, so that pad slots come before rows."""
+    routing = given.routing
+    assert isinstance(routing, Indexed)
+    used = int(routing.num_tokens_post_padded)
+    ids = routing.sorted_token_ids.clone()
+    ids[:used] = ids[:used].view(-1, routing.block_m).flip(1).flatten()
+    return replace(given, routing=replace(routing, sorted_token_ids=ids))
 
 
 def check(config: Config, given: Inputs, num_blocks: int, **options: object) -> None:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launches import FORMS, Shape, check, foreign_blocks, grouped_inputs, inputs, owned_inputs
+from launches import (
+    FORMS,
+    Shape,
+    check,
+    foreign_blocks,
+    grouped_inputs,
+    inputs,
+    owned_inputs,
+    padding_first,
+)
 
 import cases
 from chord.emulator import EmulatorError, run
@@ -118,26 +127,14 @@ def test_every_code_and_place_of_k(config: DirectConfig, k: int) -> None:
 def test_blocks_of_no_expert_here_are_skipped(tokens: int, expert: int) -> None:
     """In a warp's own table, and in one of the block."""
     given = inputs(Shape(4, 72, 128, tokens, top_k=2))
-    routing = foreign_blocks(given.routing, 3, expert)
-    used = int(routing.num_tokens_post_padded)
-    blocks = routing.sorted_token_ids[:used].view(-1, 8)
-    here = routing.expert_ids[: len(blocks)]
-    dropped = blocks[(here < 0) | (here >= 4)].flatten()
-    expected = given.expected.clone()
-    expected[dropped[dropped < len(expected)].long()] = float("nan")
-    check(DIRECT_16, replace(given, routing=routing, expected=expected), 3)
+    check(DIRECT_16, foreign_blocks(given, 3, expert), 3)
 
 
 @pytest.mark.parametrize("config", (DIRECT_8, DIRECT_16), ids=lambda c: c.label())
 @pytest.mark.parametrize("tokens", (11, 150))
 def test_padding_may_stand_between_rows(config: DirectConfig, tokens: int) -> None:
     """Tokens without a row come before those with one, and read the x of another."""
-    given = inputs(Shape(2, 72, 96, tokens, block_m=16))
-    used = int(given.routing.num_tokens_post_padded)
-    ids = given.routing.sorted_token_ids.clone()
-    ids[:used] = ids[:used].view(-1, 16).flip(1).flatten()
-    routing = replace(given.routing, sorted_token_ids=ids)
-    check(config, replace(given, routing=routing), 3)
+    check(config, padding_first(inputs(Shape(2, 72, 96, tokens, block_m=16))), 3)
 
 
 @pytest.mark.parametrize("bits", (0x7FC0, 0x7F80), ids=("nan", "inf"))

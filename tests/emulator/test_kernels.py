@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, foreign_blocks, inputs
+from launches import (
+    PREFILL_32,
+    PREFILL_LONG,
+    Inputs,
+    Shape,
+    check,
+    foreign_blocks,
+    inputs,
+    padding_first,
+)
 
 import cases
 from chord.emulator import run
@@ -98,26 +107,13 @@ def test_every_interleaving(config: Config, seed: int) -> None:
 @pytest.mark.parametrize("expert", (-1, 4, 1 << 30))
 def test_blocks_of_no_expert_here_are_skipped(config: Config, expert: int) -> None:
     """Those of another rank, and what unchecked routing may hold beyond the last expert."""
-    given = inputs(Shape(4, 256, 128, 40, top_k=2))
-    routing = foreign_blocks(given.routing, 3, expert)
-    used = int(routing.num_tokens_post_padded)
-    blocks = routing.sorted_token_ids[:used].view(-1, 8)
-    here = routing.expert_ids[: len(blocks)]
-    dropped = blocks[(here < 0) | (here >= 4)].flatten()
-    expected = given.expected.clone()
-    expected[dropped[dropped < len(expected)].long()] = float("nan")
-    check(config, replace(given, routing=routing, expected=expected), 3)
+    check(config, foreign_blocks(inputs(Shape(4, 256, 128, 40, top_k=2)), 3, expert), 3)
 
 
 @pytest.mark.parametrize("config", (DECODE_16, PREFILL_32), ids=lambda c: c.label())
 def test_padding_may_stand_between_rows(config: Config) -> None:
     """A routing block may hold pad slots anywhere, not only at its end."""
-    given = inputs(Shape(2, 256, 96, 11, block_m=16))
-    used = int(given.routing.num_tokens_post_padded)
-    ids = given.routing.sorted_token_ids.clone()
-    ids[:used] = ids[:used].view(-1, 16).flip(1).flatten()
-    routing = replace(given.routing, sorted_token_ids=ids)
-    check(config, replace(given, routing=routing), 3)
+    check(config, padding_first(inputs(Shape(2, 256, 96, 11, block_m=16))), 3)
 
 
 @pytest.mark.parametrize("config", (DECODE_8, PREFILL_32), ids=lambda c: c.label())
