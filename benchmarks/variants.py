@@ -29,6 +29,7 @@ from chord.bench.run import Chord, problem_of
 from chord.bench.scenarios import Case, Projection, Suite, cases, suite_named
 from chord.bench.work import make_work
 from chord.device import facts_of
+from chord.errors import ChordError
 from chord.jit import driver
 from chord.jit import launch as launching
 from chord.jit.compiler import compile_unit
@@ -145,7 +146,7 @@ def time(
                         call()
                         error = max_row_error(work.out, work.x, work.owners, case.top_k, checkpoint)
                         if not name.startswith(PART) and not error <= ROW_ERROR_LIMIT:
-                            raise typer.BadParameter(f"{name} is off by {error:.1e}")
+                            raise ChordError(f"{name}: a row is off by {error:.1e}")
                         calls[f"{name} ({one.label()})"] = call
                 if other is not None and other.handles(case):
                     calls[peer] = variants.call(None, other.prepare_call(work))

@@ -61,9 +61,7 @@ def takes(config: Config | None, k: int) -> bool:
 
 def k_for(config: Config | None, k: int) -> int:
     """Return K, or the longest of the same tail that the configuration takes."""
-    if not isinstance(config, DirectConfig) or takes(config, k):
-        return k
-    return config.max_k - -k % UNIT_K
+    return k if takes(config, k) else config.max_k - -k % UNIT_K
 
 
 # Field case 4: (N, K) that are not multiples of any large tile.

@@ -9,9 +9,11 @@ import torch
 import cases
 from chord.emulator import run
 from chord.emulator.runner import Routing
-from chord.plan.config import Config, PrefillConfig
+from chord.plan.config import Config, DirectConfig, PrefillConfig
 from chord.routing import Contiguous, Indexed, Masked, align
 
+DIRECT_8 = DirectConfig(max_tokens=8, warps=4, max_k=256)
+DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
 PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, stages=2)
 # A stage of four units, which K fills in part, batches of stores, the longest tiles first.
 PREFILL_LONG = PrefillConfig(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from launches import (
+    DIRECT_16,
     FORMS,
     Shape,
     check,
@@ -24,11 +25,10 @@ from chord.routing import Contiguous
 
 pytestmark = pytest.mark.emulator
 
-DIRECT_8 = DirectConfig(max_tokens=8, warps=2, max_k=128)
-DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
+HALF = DirectConfig(max_tokens=8, warps=2, max_k=128)
 TWO_WARPS = DirectConfig(max_tokens=16, warps=2, max_k=64)
 WIDE = DirectConfig(max_tokens=8, warps=16, max_k=256)
-CONFIGS = (DIRECT_8, DIRECT_16, TWO_WARPS, WIDE)
+CONFIGS = (HALF, DIRECT_16, TWO_WARPS, WIDE)
 
 SHAPES = (
     # Every K that fills registers, units and groups in part; then tails of N (a stripe has 64
@@ -83,7 +83,7 @@ def test_every_length_of_registers(max_tokens: int, max_k: int) -> None:
         check(config, inputs(Shape(4, 104, k, 21, top_k=2)), 3, seed=k)
 
 
-@pytest.mark.parametrize("config", (DIRECT_8, DIRECT_16), ids=lambda c: c.label())
+@pytest.mark.parametrize("config", (HALF, DIRECT_16), ids=lambda c: c.label())
 @pytest.mark.parametrize("tokens", (1, 7, 8, 9, 15, 16, 17, 31, 33, 65))
 def test_every_width(config: DirectConfig, tokens: int) -> None:
     check(config, inputs(Shape(1, 136, 128, tokens, block_m=16)), 2, seed=tokens)
@@ -112,7 +112,7 @@ def test_same_bits_in_every_interleaving(config: DirectConfig) -> None:
     assert (results[0].float() - exact).norm() <= 0.01 * exact.norm()
 
 
-@pytest.mark.parametrize("config", (DIRECT_8, DIRECT_16), ids=lambda c: c.label())
+@pytest.mark.parametrize("config", (HALF, DIRECT_16), ids=lambda c: c.label())
 @pytest.mark.parametrize("k", (96, 128))
 def test_every_code_and_place_of_k(config: DirectConfig, k: int) -> None:
     """One-hot rows: each output is one weight, so a code in a wrong place shows."""
@@ -130,7 +130,7 @@ def test_blocks_of_no_expert_here_are_skipped(tokens: int, expert: int) -> None:
     check(DIRECT_16, foreign_blocks(given, 3, expert), 3)
 
 
-@pytest.mark.parametrize("config", (DIRECT_8, DIRECT_16), ids=lambda c: c.label())
+@pytest.mark.parametrize("config", (HALF, DIRECT_16), ids=lambda c: c.label())
 @pytest.mark.parametrize("tokens", (11, 150))
 def test_padding_may_stand_between_rows(config: DirectConfig, tokens: int) -> None:
     """Tokens without a row come before those with one, and read the x of another."""
@@ -184,7 +184,7 @@ def test_no_rows_at_all(form: str) -> None:
 @pytest.mark.parametrize("room", (1, 4, 8, 17, 32, 63))
 def test_groups_smaller_than_a_tile(room: int, form: str) -> None:
     given = grouped_inputs((room, 0, 1, room // 2), 136, 96, form)
-    for config in (DIRECT_8, DIRECT_16):
+    for config in (HALF, DIRECT_16):
         check(config, given, 3, seed=room)
 
 

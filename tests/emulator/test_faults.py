@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 from faults import BATCHES, DECODE, DIRECT, DIRECT_EIGHTS, EARLY, PREFILL, SORTED, Fault
-from launches import PREFILL_32, PREFILL_LONG, Inputs, Shape, check, grouped_inputs, inputs
+from launches import (
+    DIRECT_8,
+    DIRECT_16,
+    PREFILL_32,
+    PREFILL_LONG,
+    Inputs,
+    Shape,
+    check,
+    grouped_inputs,
+    inputs,
+)
 
 from chord.emulator import EmulatorError
 from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
@@ -17,8 +27,6 @@ SHAPE = Shape(3, 264, 672, 40, top_k=2, num_blocks=5)
 # with two, and more positions than threads ask for.
 SHORT = Shape(14, 72, 160, 55, top_k=2, num_blocks=2)
 DECODE_16 = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
-DIRECT_8 = DirectConfig(max_tokens=8, warps=4, max_k=256)
-DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
 PREFILL_16 = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=2)
 PREFILL_EARLY = PrefillConfig(block_m=16, min_width=8, width_step=8, block_k=128, stages=4)
 CASES = [

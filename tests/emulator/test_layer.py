@@ -8,12 +8,12 @@ import layer
 import pytest
 import torch
 from faults import SORTING, SORTING_TWICE, Fault
-from launches import PREFILL_32, PREFILL_LONG
+from launches import DIRECT_8, DIRECT_16, PREFILL_32, PREFILL_LONG
 
 import cases
 import tolerance
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig, DirectConfig
+from chord.plan.config import Config, DecodeConfig
 from chord.routing import align, local_experts
 from chord.weights import PackedExperts
 
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.emulator
 
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 DECODE_WIDE = DecodeConfig(max_tokens=24, warps=4, block_k=128, stages=2, warp_features=64)
-DIRECT_8 = DirectConfig(max_tokens=8, warps=4, max_k=256)
-DIRECT_16 = DirectConfig(max_tokens=16, warps=4, max_k=256)
 each_config = pytest.mark.parametrize(
     "config",
     (DECODE, DECODE_WIDE, DIRECT_8, DIRECT_16, PREFILL_32, PREFILL_LONG),

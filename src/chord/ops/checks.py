@@ -14,7 +14,7 @@ import torch
 
 from chord.arguments import check_tensor, describe
 from chord.errors import InputError, UnsupportedError
-from chord.plan.config import MAX_SEGMENTS, Config, DecodeConfig, DirectConfig, PrefillConfig
+from chord.plan.config import MAX_SEGMENTS, Config
 from chord.weights.packed import PackedExperts, check_packed
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ def outside_graph(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def check_config_kind(config: object) -> None:
     """Refuse a configuration that is none, nor None."""
-    if config is not None and not isinstance(config, DecodeConfig | DirectConfig | PrefillConfig):
+    if config is not None and not isinstance(config, Config):
         raise InputError(
             f"config is {describe(config)}; it must be a DecodeConfig, DirectConfig or "
             f"PrefillConfig of chord.plan.config, or None to let Chord choose"

@@ -205,7 +205,7 @@ class PrefillConfig(_Rendered):
 
 Config = DecodeConfig | DirectConfig | PrefillConfig
 
-_KERNELS: dict[str, type[DecodeConfig] | type[DirectConfig] | type[PrefillConfig]] = {
+_KERNELS: dict[str, type[Config]] = {
     "decode": DecodeConfig,
     "direct": DirectConfig,
     "prefill": PrefillConfig,

@@ -18,7 +18,7 @@ prefill  A tile takes the longest of: wgmma over its own width, dequantising its
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chord.device import DeviceFacts
 from chord.plan.config import MAX_DIRECT_K, Config, DecodeConfig, DirectConfig, PrefillConfig
@@ -69,11 +69,20 @@ _H200 = Rates(
     direct_task_us=0.55,
 )
 # Not measured: H100 by its memory's share of H200's, Blackwell by its data sheet's.
+_B200 = replace(
+    _H200,
+    memory_bytes_per_us=7.2e6,
+    l2_bytes_per_us=10.0e6,
+    mma_flop_per_us=400e6,
+    dequantised_weights_per_us=33 * 148 * 1800.0,
+)
 _RATES = {
     "h200": _H200,
-    "h100": Rates(12.0, 3.2e6, 6.0e6, 650e6, 350e6, 33 * 132 * 1700.0, 0.25, 2.0, 8.0, 0.55),
-    "b200": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.25, 2.0, 8.0, 0.55),
-    "b300": Rates(12.0, 7.2e6, 10.0e6, 690e6, 400e6, 33 * 148 * 1800.0, 0.25, 2.0, 8.0, 0.55),
+    "h100": replace(
+        _H200, memory_bytes_per_us=3.2e6, l2_bytes_per_us=6.0e6, wgmma_flop_per_us=650e6
+    ),
+    "b200": _B200,
+    "b300": _B200,
 }
 
 

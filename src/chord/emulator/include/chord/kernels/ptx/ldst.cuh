@@ -11,24 +11,32 @@ namespace chord::ptx {
 // The card's own KiB lies below; addresses and offsets cannot be mixed up unnoticed.
 inline SmemAddress dynamic_smem() { return 1024; }
 
-inline u32 load_shared(SmemAddress address, emulator::Where where = emulator::Where::current()) {
-  u32 value;
-  emulator::read_shared(address, &value, 4, where);
+template <class T>
+T read_shared(SmemAddress address, emulator::Where where) {
+  T value;
+  emulator::read_shared(address, &value, sizeof value, where);
   return value;
+}
+
+template <class T>
+T read_global(const void* address, emulator::Where where) {
+  T value;
+  emulator::read_global(address, &value, sizeof value, where);
+  return value;
+}
+
+inline u32 load_shared(SmemAddress address, emulator::Where where = emulator::Where::current()) {
+  return read_shared<u32>(address, where);
 }
 
 inline U32x2 load_shared_x2(SmemAddress address,
                             emulator::Where where = emulator::Where::current()) {
-  U32x2 v;
-  emulator::read_shared(address, &v, 8, where);
-  return v;
+  return read_shared<U32x2>(address, where);
 }
 
 inline U32x4 load_shared_x4(SmemAddress address,
                             emulator::Where where = emulator::Where::current()) {
-  U32x4 v;
-  emulator::read_shared(address, &v, 16, where);
-  return v;
+  return read_shared<U32x4>(address, where);
 }
 
 inline void store_shared(SmemAddress address, u32 value,
@@ -57,56 +65,40 @@ inline void store_matrix_x4_transposed(SmemAddress row, const u32 (&r)[4],
 }
 
 inline int load_global(const int* address, emulator::Where where = emulator::Where::current()) {
-  int value;
-  emulator::read_global(address, &value, 4, where);
-  return value;
+  return read_global<int>(address, where);
 }
 
 inline i64 load_global(const i64* address, emulator::Where where = emulator::Where::current()) {
-  i64 value;
-  emulator::read_global(address, &value, 8, where);
-  return value;
+  return read_global<i64>(address, where);
 }
 
 inline float load_global(const float* address, emulator::Where where = emulator::Where::current()) {
-  float value;
-  emulator::read_global(address, &value, 4, where);
-  return value;
+  return read_global<float>(address, where);
 }
 
 inline u16 load_global(const u16* address, emulator::Where where = emulator::Where::current()) {
-  u16 value;
-  emulator::read_global(address, &value, 2, where);
-  return value;
+  return read_global<u16>(address, where);
 }
 
 inline U32x4 load_weights_x4(const void* address, u64 policy,
                              emulator::Where where = emulator::Where::current()) {
   (void)policy;
-  U32x4 v;
-  emulator::read_global(address, &v, 16, where);
-  return v;
+  return read_global<U32x4>(address, where);
 }
 
 inline U32x2 load_weights_x2(const void* address, u64 policy,
                              emulator::Where where = emulator::Where::current()) {
   (void)policy;
-  U32x2 v;
-  emulator::read_global(address, &v, 8, where);
-  return v;
+  return read_global<U32x2>(address, where);
 }
 
 inline int load_written(const int* address, emulator::Where where = emulator::Where::current()) {
-  int value;
-  emulator::read_global(address, &value, 4, where);
-  return value;
+  return read_global<int>(address, where);
 }
 
 inline U32x4 load_written_once_x4(const void* address,
                                   emulator::Where where = emulator::Where::current()) {
-  U32x4 v;
-  emulator::read_global(address, &v, 16, where);
-  return v;
+  return read_global<U32x4>(address, where);
 }
 
 inline void store_global(int* address, int value,
