@@ -150,6 +150,8 @@ def time(
                         calls[f"{name} ({one.label()})"] = call
                 if other is not None and other.handles(case):
                     calls[peer] = variants.call(None, other.prepare_call(work))
+                if not calls:
+                    continue
                 times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
                 typer.echo(f"{suite.name} {projection.name} {case.series.name} {case.tokens}:")
                 for name, timing in times.items():

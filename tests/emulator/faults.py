@@ -473,15 +473,16 @@ PREFILL = (
     Fault(
         "what K leaves empty of the last stage has no weights",
         "prefill.cuh",
-        "for (int unit = units; unit < loaded_units(k_stage); ++unit) {",
+        "for (int unit = units; unit < kConfig.units(); ++unit) {",
         "for (int unit = units; unit < units; ++unit) {",
         r"deadlock(.*\n)*.*and \d+ bytes",
     ),
     Fault(
         "what K leaves empty of the last stage has the x of the stage before",
         "prefill.cuh",
-        "for (int unit = 0; unit < loaded_units(k_stage); ++unit) {",
-        "for (int unit = 0; unit < stage_units(k_stage); ++unit) {",
+        "for (int unit = 0; unit < kConfig.units(); ++unit) { const bool exists",
+        "for (int unit = 0; unit < k_units() - k_stage * kConfig.units(); ++unit) { "
+        "const bool exists",
         WRONG_RESULT,
     ),
     Fault(
@@ -777,8 +778,9 @@ SORTED = (
     Fault(
         "no box brings the zeros behind K",
         "prefill.cuh",
-        "const int units = loaded_units(k_stage); if (lane() == 0) {",
-        "const int units = stage_units(k_stage); if (lane() == 0) {",
+        "constexpr int kUnits = kConfig.units(); if (lane() == 0) {",
+        "const int kUnits = min_of(kConfig.units(), k_units() - k_stage * kConfig.units()); "
+        "if (lane() == 0) {",
         WRONG_RESULT,
     ),
     Fault(

@@ -76,14 +76,14 @@ class Prefill {
   // two long stages rows are found in the meantime anyhow, before a stage is empty.
   static constexpr bool kWeightsFirst = kConfig.stages > 2;
   static constexpr int kRunUnits = 32;
-  // Whether memory takes longer than the tensor cores, so that it matters how weights leave L2.
-  static constexpr bool kMemoryBound = kConfig.block_m <= 16;
+  // Whether memory may take longer than the tensor cores, so that it matters how weights leave L2.
+  // In ordinary turn (eviction.cuh) only where tiles are that narrow, and where little x is read
+  // again for other feature tiles: else it has to stay in L2 (down at 10 to 21 rows: 1 to 3 %).
+  static constexpr bool kMemoryBound = kConfig.block_m <= 32;
+  static constexpr int kOrdinaryRows = 16;
+  static constexpr int kOrdinaryReads = 256;  // rows times feature tiles
   // The output of narrow tiles is small beside the weights.
   static constexpr bool kStays = kConfig.block_m <= 64;
-  // Stages of two units are multiplied whole: what K leaves empty of the last has zeros for x, and
-  // the weights of its first unit. With a loop for it the widest kernel takes half as long again
-  // to compile; stages of more units would multiply too much for nothing.
-  static constexpr bool kWholeStages = kConfig.units() == 2;
   static constexpr int kLoaderBarrier = 1;
   static constexpr int kPairBarrier = 2;  // of the first two multiplying warps, and so on
   // Warps store in pairs, whole lines at a time; with SwiGLU half of each row is left.
@@ -174,13 +174,6 @@ class Prefill {
   int tile_stripes(int feature_tile) const {
     return min_of(kConfig.stripes(), stripes() - feature_tile * kConfig.stripes());
   }
-  int stage_units(int k_stage) const {
-    return min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
-  }
-  int loaded_units(int k_stage) const {
-    return kWholeStages ? kConfig.units() : stage_units(k_stage);
-  }
-
   // ---- Loading warpgroup.
   __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
@@ -189,6 +182,7 @@ class Prefill {
       const i64 stages = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_stages();
       ordinary_left = ordinary_stages<Addressing>(stages / ptx::grid_dim(),
                                                   kConfig.weight_stage_bytes(), p.l2_share);
+      ordinary_rows = min_of(kOrdinaryRows, kOrdinaryReads / feature_tiles());
     }
     RingPosition<kConfig.stages> at;
     for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(smem.next_run)) {
@@ -316,15 +310,19 @@ class Prefill {
   }
 
   void load_weights(int stage, const Tile& tile, int k_stage) {
-    const int units = stage_units(k_stage);
+    const int units = min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
     const int first_stripe = tile.feature_tile * kConfig.stripes();
     const int num_stripes = tile_stripes(tile.feature_tile);
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage),
-                                        num_stripes * loaded_units(k_stage) * kUnitBytes);
+                                        num_stripes * kConfig.units() * kUnitBytes);
     }
-    const u64 policy = ordinary_left > 0 ? ptx::evict_unchanged() : ptx::evict_first();
-    if constexpr (kMemoryBound) --ordinary_left;
+    bool is_ordinary = false;
+    if constexpr (kMemoryBound) {
+      is_ordinary = ordinary_left > 0 && tile.row_end - tile.row_begin <= ordinary_rows;
+      --ordinary_left;
+    }
+    const u64 policy = is_ordinary ? ptx::evict_unchanged() : ptx::evict_first();
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane() < num_stripes) {
@@ -334,7 +332,7 @@ class Prefill {
       const char* weight = static_cast<const char*>(p.weight) + source;
       ptx::bulk_load(target, weight, units * kUnitBytes, ring.full(stage), policy);
 #pragma unroll 1
-      for (int unit = units; unit < loaded_units(k_stage); ++unit) {
+      for (int unit = units; unit < kConfig.units(); ++unit) {
         ptx::bulk_load(target + unit * kUnitBytes, weight, kUnitBytes, ring.full(stage), policy);
       }
     }
@@ -346,16 +344,16 @@ class Prefill {
   void load_boxes(int stage, int first_row, int k_stage, int width) const {
     static_assert(kConfig.block_m <= 16 * kBoxRows, "half a warp asks for the boxes of a unit");
     const int boxes = ceil_div(width, kBoxRows);
-    const int units = loaded_units(k_stage);
+    constexpr int kUnits = kConfig.units();
     if (lane() == 0) {
-      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), boxes * units * kBoxBytes);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), boxes * kUnits * kBoxBytes);
     }
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     const int box = lane() % 16;
     if (box >= boxes) return;
 #pragma unroll 1
-    for (int unit = lane() / 16; unit < units; unit += 2) {
+    for (int unit = lane() / 16; unit < kUnits; unit += 2) {
       const SmemAddress target = x_stage(stage) + unit * kConfig.x_unit_bytes() + box * kBoxBytes;
       ptx::tensor_load_2d(target, &addressing.p.x_map, (k_stage * kConfig.units() + unit) * kUnitK,
                           first_row + box * kBoxRows, ring.full(stage));
@@ -375,9 +373,9 @@ class Prefill {
     const int chunk = thread % 8;
     const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
     if ((k_stage + 1) * kConfig.block_k > p.k) {
-      // Zeros for what lies behind K: half a unit, and of a stage that is multiplied whole a unit.
+      // Zeros for what lies behind K.
 #pragma unroll 1
-      for (int unit = 0; unit < loaded_units(k_stage); ++unit) {
+      for (int unit = 0; unit < kConfig.units(); ++unit) {
         const bool exists = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk < p.k;
 #pragma unroll
         for (int pass = 0; pass < kCount; ++pass) {
@@ -468,29 +466,30 @@ class Prefill {
     }
   }
 
-  // kUnits units of a stage from `first` on, four k16 steps each. Two row tiles take turns: while
+  // The units of a stage, four k16 steps each. Stages are multiplied whole: what K leaves empty of
+  // the last has zeros for x, and the weights of its first unit. (With a second copy of this code
+  // for it tiles of up to 64 rows take 2 % longer, also where K fills all stages.) Two row tiles
+  // take turns: while
   // the tensor cores run one, its next group is dequantised; the queue never holds less than the
   // other one. (Both at a time, the whole arithmetic of a step falls behind the second: 2 to 3 %.)
   // A unit's codes are fetched while the unit before is multiplied. At the end all wgmma are done:
   // a group in flight across the loop's edge makes ptxas serialise every wgmma (C7512, C7513);
   // meanwhile the other warpgroup keeps the tensor cores busy.
-  template <int kWidth, int kUnits>
-  __forceinline__ void multiply_units(float (&sums)[2][kWidth / 8][4], int stage, int first,
-                                      int stripe) {
+  template <int kWidth>
+  __forceinline__ void multiply_stage(float (&sums)[2][kWidth / 8][4], int stage, int stripe) {
     // From one lane: a descriptor is then made and advanced in uniform registers.
-    const u32 x =
-        ptx::shuffle(x_tile_descriptor_low(x_stage(stage) + first * kConfig.x_unit_bytes()), 0);
-    Codes codes = load_codes(stage, first, stripe);
+    const u32 x = ptx::shuffle(x_tile_descriptor_low(x_stage(stage)), 0);
+    Codes codes = load_codes(stage, 0, stripe);
     u32 a[2][2][kGroupSteps][4];  // [group's parity][row tile][step]
     for (int i = 0; i < 2; ++i) dequantize_group(a[0][i], codes, i, 0);
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
+    for (int unit = 0; unit < kConfig.units(); ++unit) {
       const u32 x_unit = x + unit * descriptor_step(kConfig.x_unit_bytes());
       Codes following = codes;
-      if (unit + 1 < kUnits) following = load_codes(stage, first + unit + 1, stripe);
+      if (unit + 1 < kConfig.units()) following = load_codes(stage, unit + 1, stripe);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        const bool is_last = unit + 1 == kUnits && group + 1 == kGroups;
+        const bool is_last = unit + 1 == kConfig.units() && group + 1 == kGroups;
         if (group + 1 == kGroups) codes = following;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -526,13 +525,7 @@ class Prefill {
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy, as boxes
       // are written.
       if constexpr (!kSorted) ptx::fence_proxy_async();
-      if (kWholeStages || stage_units(k_stage) == kConfig.units()) {
-        multiply_units<kWidth, kConfig.units()>(sums, at.stage, 0, stripe);
-      } else {
-        for (int unit = 0; unit < stage_units(k_stage); ++unit) {
-          multiply_units<kWidth, 1>(sums, at.stage, unit, stripe);
-        }
-      }
+      multiply_stage<kWidth>(sums, at.stage, stripe);
       if (k_stage == k_stages() - 1) break;
       release(at.stage);
       at.advance();
@@ -579,7 +572,8 @@ class Prefill {
   const Smem smem;
   const Ring<kConfig.stages> ring{smem.barriers};
   int thread = 0;
-  int ordinary_left = 0;  // stages of weights that leave L2 in ordinary turn
+  int ordinary_left = 0;  // stages of weights that may leave L2 in ordinary turn
+  int ordinary_rows = 0;  // most rows of a tile whose weights do
   const SegmentTable table{smem.table};
 };
 

@@ -145,7 +145,8 @@ def _direct_us(config: DirectConfig, problem: GemmProblem, device: DeviceFacts) 
 def _prefill_us(config: PrefillConfig, problem: GemmProblem, device: DeviceFacts) -> float:
     rate = rates(device)
     feature_tiles = math.ceil(problem.n / config.tile_features)
-    weights = config.tile_features * problem.k
+    # Stages are multiplied whole.
+    weights = config.tile_features * config.block_k * math.ceil(problem.k / config.block_k)
     weight_bytes = problem.expert_bytes / feature_tiles
     dequantise_us = weights * device.num_sms / rate.dequantised_weights_per_us
     tiles = 0.0
