@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,14 @@ def test_every_task_is_of_its_profile() -> None:
         assert len(tasks) == len(set(tasks))
         assert {task.series.addressing for task in tasks} == {addressing}
         for task in tasks:
-            assert [case.tokens for case in task.cases()] == list(task.series.counts)
-            assert [case.tokens for case in task.skewed_cases()] == list(task.series.counts)
+            counts = [*task.few, *task.series.counts]
+            for measured_cases in (task.cases(), task.skewed_cases()):
+                assert [case.tokens for case in measured_cases] == counts
+            rows = [case.num_routes for case in task.cases()]
+            assert rows == sorted(set(rows))
+            assert rows[: len(task.few)] == list(task.few)
             assert (task.skewed_cases() == task.cases()) == (addressing != "indexed")
+            assert bool(task.few) == (addressing == "indexed" and task.num_experts < 384)
     assert tune.file_name("h200", "") == "h200.json"
     assert tune.file_name("h200", "grouped_decode") == "h200_grouped_decode.json"
 
@@ -70,6 +76,12 @@ def test_written_rows_are_chosen_without_gaps(tmp_path: Path) -> None:
         decision = select.decide(GemmProblem(48, 4096, 7168, count), H200, tmp_path)
         assert decision.config == read[row].config
         assert decision.reason.startswith(f"profile {path.name} row {row}, ")
+    few = dataclasses.replace(
+        measured(8, 1), problem=GemmProblem(48, 4096, 7168, 8, expected_rows=2)
+    )
+    assert [
+        (row["rows_from"], row["rows_to"]) for row in tune.profile_rows([few, measured(8)])
+    ] == [(1, 4), (5, 10)]
     beyond = select.decide(GemmProblem(48, 4096, 7168, 20481), H200, tmp_path)
     assert beyond.reason.startswith("cost model")
 

@@ -57,12 +57,15 @@ class Task:
         num_experts: Experts on one rank.
         projection: The GEMM.
         series: The counts, what they count, and how rows spread.
+        few: Rows, less than a token has slots, to measure as well: what a caller may expect on one
+            rank of many.
     """
 
     profile: str
     num_experts: int
     projection: Projection
     series: Series
+    few: tuple[int, ...] = ()
 
     def cases(self) -> list[Case]:
         """Return a case for each count, smallest first."""
@@ -75,7 +78,8 @@ class Task:
         return self._cases(dataclasses.replace(self.series, loads="third"))
 
     def _cases(self, series: Series) -> list[Case]:
-        suite = Suite("tune", self.num_experts, (self.projection,), (series,))
+        both = (Series(self.few, loads="nested"), series)
+        suite = Suite("tune", self.num_experts, (self.projection,), both)
         return list(cases(suite, self.projection))
 
 
@@ -109,6 +113,7 @@ _TOKENS = {
     12: (*_SMALL, 192, 256),
     384: (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 }
+_FEW = (1, 2, 4)
 _ROWS_PER_EXPERT = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GROUPED = {
     "grouped_prefill": Series(_ROWS_PER_EXPERT, "contiguous", "uneven"),
@@ -126,7 +131,7 @@ def tasks(profile: str) -> list[Task]:
     whole, sliced = layer(7168, 2048), layer(7168, 2048, tp=8)
     if profile == "":
         return [
-            Task(profile, experts, projection, Series(tokens))
+            Task(profile, experts, projection, Series(tokens), () if experts == 384 else _FEW)
             for experts, tokens in _TOKENS.items()
             for projection in (sliced if experts == 384 else whole)
         ]
@@ -173,6 +178,8 @@ def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) ->
     for case, skewed in zip(task.cases(), task.skewed_cases(), strict=True):
         work = make_work(case, device)
         problem = problem_of(work)
+        if case.series.loads == "nested":  # buffers have room for all slots of a token
+            problem = dataclasses.replace(problem, expected_rows=case.num_routes)
         times = fastest_first(calls(work, candidates(problem, facts)))
         scores = dict(times)
         if skewed != case:
@@ -242,7 +249,7 @@ def profile_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:
     """
     grouped = measured[0].problem.addressing != "Indexed"
     counts = [
-        math.ceil(row.problem.rows_per_expert) if grouped else row.problem.routed_rows
+        math.ceil(row.problem.rows_per_expert) if grouped else row.problem.planned_rows
         for row in measured
     ]
     ends = [math.isqrt(low * high) for low, high in itertools.pairwise(counts)]
