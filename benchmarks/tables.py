@@ -248,14 +248,14 @@ def wrap(text: str) -> list[str]:
 
 
 def newest_part(folder: Path, part: str) -> tuple[dict[str, Any], str]:
-    """Return the newest record of vLLM that holds `part`, and its file's stem.
+    """Return the newest record of vLLM that holds the whole of `part`, and its file's stem.
 
     Raises:
         ValueError: There is none.
     """
     for path in sorted(folder.glob("*.json"), reverse=True):
         record: dict[str, Any] = json.loads(path.read_text())
-        if part in record:
+        if part in record and "unfinished" not in record[part]:
             return record, path.stem
     raise ValueError(f"no record in {folder} holds {part!r}; run benchmarks/vllm/run.py")
 

@@ -6,7 +6,8 @@
 that ends in Chord, by Marlin and by Humming; words and logprobs compared; sleep and reload.
 `speed`: what one rank of TP8 computes of Kimi K2 (dummy weights, 12 expert layers), Chord and stock
 vLLM in turn, in one run. Both write into one record, `FOLDER/DATE-CARD-vllm.json`; one alone into
-`FOLDER/DATE-CARD-vllm-PART.json`.
+`FOLDER/DATE-CARD-vllm-PART.json`. The record is written after each case too, marked "unfinished":
+a run that is cut off leaves what it measured.
 
 vLLM 0.33 and Chord must be installed; for the stock side also humming-kernels.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +119,12 @@ class Engine:
             self.process.wait()
 
 
-def agree(logs: Path) -> dict[str, Any]:
+Keep = Callable[[dict[str, Any]], None]
+
+
+def agree(logs: Path, keep: Keep) -> dict[str, Any]:
     """Compare words and logprobs of all ways on the small model; all engines run at once."""
+    del keep  # nothing can be said before all have answered
     cache = Path(tempfile.mkdtemp())
     folder = models.write(Path(tempfile.mkdtemp()), models.small(), checkpoint=True)
     options = {"model": folder, "vocab": 4096, "kv_gib": 1, "graphs": "1,8,16"}
@@ -181,7 +187,7 @@ def compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def speed(logs: Path) -> dict[str, Any]:
+def speed(logs: Path, keep: Keep) -> dict[str, Any]:
     """Time Chord and stock vLLM in turn, then start Chord again with its cache filled."""
     cache = Path(tempfile.mkdtemp())
     folder = models.write(Path(tempfile.mkdtemp()), models.slice_of_tp8(), checkpoint=False)
@@ -198,7 +204,7 @@ def speed(logs: Path) -> dict[str, Any]:
             engines[name] = Engine(name, way, logs, cache, **options)
             starts[f"{name}, empty cache"] = engines[name].ask("start")
             print(name, starts[f"{name}, empty cache"], flush=True)
-        times = measure(engines)
+        times = measure(engines, lambda rows: keep({"times": rows, "starts": starts}))
         profiles = {
             name: {
                 "prefill": engine.ask("profile", requests=4, length=2048, new=1, seed=7),
@@ -217,7 +223,9 @@ def speed(logs: Path) -> dict[str, Any]:
     return {"times": times, "starts": starts, "profiles": profiles}
 
 
-def measure(engines: dict[str, Engine]) -> list[dict[str, Any]]:
+def measure(
+    engines: dict[str, Engine], on_row: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     """Return a row a case: all times of each engine, and the best; rounds alternate engines."""
     for engine in engines.values():
         engine.ask("time", requests=8, length=1024, new=2, seed=1)
@@ -242,6 +250,7 @@ def measure(engines: dict[str, Engine]) -> list[dict[str, Any]]:
         row["chord_is_faster_by"] = base / row["best_ms"]["chord"]
         rows.append(row)
         print(json.dumps(row), flush=True)
+        on_row(rows)
     return rows
 
 
@@ -266,19 +275,28 @@ def main() -> None:
     stem = "-".join(
         [record["date"], records.card_slug(card), "vllm", *filter(None, [options.only])]
     )
+
+    def write() -> None:
+        (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+
     failed = False
     for name, part in (("agree", agree), ("speed", speed)):
         if options.only not in (None, name):
             continue
+
+        def keep(result: dict[str, Any], name: str = name) -> None:
+            record[name] = {**result, "unfinished": True}
+            write()
+
         begin = time.time()
         try:
-            record[name] = part(options.out)
+            record[name] = part(options.out, keep)
         except Exception as error:
             traceback.print_exc()
             record[name] = {"failed": str(error)[-600:]}
         failed = failed or '"failed"' in json.dumps(record[name])
         record[name]["took_s"] = time.time() - begin
-        (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write()
         print(json.dumps(record[name]), flush=True)
     raise SystemExit(failed)
 

@@ -216,6 +216,9 @@ def test_results_in_vllm_are_those_of_the_newest_record(tmp_path: Path) -> None:
     text = "\n".join(module.vllm_results(tmp_path))
     assert "| 12.35 |" in text or "| 12.34 |" in text
     assert f"vllm/9{stem[1:]}" in text
+    record["speed"]["unfinished"] = True
+    (tmp_path / f"9{stem[1:]}z.json").write_text(json.dumps(record))
+    assert module.newest_part(tmp_path, "speed")[1] == f"9{stem[1:]}"
     assert "| chord and marlin |" in text
 
 
