@@ -2,12 +2,15 @@
 
     python benchmarks/variants.py build NAME SRC --config "decode max_tokens=16 ..." [...]
     python benchmarks/variants.py time tp8_decode/down/1,2,4 [...] [--config ...] [--peer humming]
+    python benchmarks/variants.py layer tp8_decode/64,128 [...]
 
 `build` needs no GPU: it compiles the kernels of SRC (the folder that holds `chord/kernels`, of a
 copy or a worktree with the change in it) and prints registers and spills. `time` runs on the card
-all that was built for a row's addressing, checks every row of the output, and prints medians with a
-cold L2. A name that begins with "part" belongs to a kernel with something left out: its result is
-not looked at. Both keep the kernels in `.variants`, below the working directory.
+all that was built for a row's addressing, checks every row of the output, and prints medians with
+a cold L2. `layer` does so for whole layers, where a variant replaces what was built with
+`--addressing RoutedGateUp` or `RoutedDown`. A name that begins with "part" belongs to a kernel
+with something left out: its result is not looked at. Kernels are kept in `.variants`, below the
+working directory.
 
 A configuration is written as `chord explain` prints it. Launch parameters have to be those of the
 Chord that runs this.
@@ -15,7 +18,8 @@ Chord that runs this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
@@ -23,10 +27,19 @@ from unittest import mock
 import torch
 import typer
 
-from chord.bench.operands import POISON, ROW_ERROR_LIMIT, max_row_error, random_checkpoint
+import chord
+from chord.bench import layer as layers
+from chord.bench.operands import (
+    POISON,
+    ROW_ERROR_LIMIT,
+    Checkpoint,
+    max_row_error,
+    random_checkpoint,
+    random_rows,
+)
 from chord.bench.peers import load_peer
 from chord.bench.run import Chord, problem_of
-from chord.bench.scenarios import Case, Projection, Suite, cases, suite_named
+from chord.bench.scenarios import Case, Projection, Suite, cases, route_case, suite_named
 from chord.bench.work import make_work
 from chord.device import facts_of
 from chord.errors import ChordError
@@ -36,7 +49,8 @@ from chord.jit.compiler import compile_unit
 from chord.jit.source import ENTRY, render
 from chord.plan import select
 from chord.plan.config import Config, config_from_fields
-from chord.timing import Call, measure_in_turns
+from chord.timing import Call, GraphCall, Timing, measure_in_turns
+from chord.weights.packed import PackedExperts
 
 VARIANTS = Path(".variants")
 PART = "part"
@@ -82,11 +96,12 @@ class Variants:
 
     def launcher(self, key: launching.KernelKey) -> launching.Launcher:
         """Stand in for `chord.jit.launch.launcher`."""
-        if self._chosen is None:
+        path = place(self._chosen or "", key.config, key.addressing)
+        if self._chosen is None or not path.exists():
             return self._shipped(key)
         own = (self._chosen, key)
         if own not in self._made:
-            code = place(self._chosen, key.config, key.addressing).read_bytes()
+            code = path.read_bytes()
             function = driver.load_function(code, ENTRY, key.config.smem_bytes())
             kernel = launching.LoadedKernel(function, key.config, key.addressing, key.index)
             self._made[own] = launching.Launcher(kernel, facts_of(key.index).num_sms)
@@ -153,9 +168,55 @@ def time(
                 if not calls:
                     continue
                 times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
-                typer.echo(f"{suite.name} {projection.name} {case.series.name} {case.tokens}:")
-                for name, timing in times.items():
-                    typer.echo(f"  {timing.median_us:8.1f} us  {name}")
+                show(f"{suite.name} {projection.name} {case.series.name} {case.tokens}", times)
+
+
+@app.command()
+def layer(row: list[str], repeat_ms: float = 60.0) -> None:
+    """Time whole layers with each variant's kernels, each row SUITE/COUNT,COUNT,..."""
+    variants = Variants()
+    device = torch.device("cuda")
+    with mock.patch.object(launching, "launcher", variants.launcher):
+        for text in row:
+            suite, gate_up, todo = rows_of(text.replace("/", "/gate_up/"))
+            down = next(one for one in suite.projections if one.name == "down")
+            w13 = packed(random_checkpoint(suite.num_experts, gate_up.n, gate_up.k, device), True)
+            w2 = packed(random_checkpoint(suite.num_experts, down.n, down.k, device, seed=1), False)
+            for case in (one for one in todo if one.series.loads == "random"):
+                ids = route_case(case, device)
+                hidden = random_rows(len(ids), gate_up.k, device)
+                weights = torch.rand(ids.shape, device=device) / ids.shape[1]
+                results: dict[str | None, torch.Tensor] = {}
+                calls: dict[str, Call] = {}
+                for name in (None, *sorted(folder.name for folder in VARIANTS.iterdir())):
+                    out = results[name] = torch.full_like(hidden, POISON)
+                    call = variants.call(
+                        name,
+                        functools.partial(chord.fused_moe, hidden, w13, w2, weights, ids, out=out),
+                    )
+                    call()
+                    own, shipped = out.double(), results[None].double()
+                    error = float(((own - shipped).norm(dim=1) / shipped.norm(dim=1)).max())
+                    is_part = name is not None and name.startswith(PART)
+                    if not is_part and not error <= layers.LAYER_ERROR_LIMIT:
+                        raise ChordError(f"{name}: a row is off by {error:.1e}")
+                    calls[name or "shipped"] = GraphCall(call)
+                times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
+                show(f"{suite.name} layer {case.tokens}", times)
+
+
+def packed(checkpoint: Checkpoint, is_gate_up: bool) -> PackedExperts:
+    """Pack one GEMM of a layer."""
+    return chord.pack_experts(
+        checkpoint.weight_packed, checkpoint.weight_scale, interleave_gate_up=is_gate_up
+    )
+
+
+def show(title: str, times: Mapping[str, Timing]) -> None:
+    """Print the medians of one row."""
+    typer.echo(f"{title}:")
+    for name, timing in times.items():
+        typer.echo(f"  {timing.median_us:8.1f} us  {name}")
 
 
 if __name__ == "__main__":
