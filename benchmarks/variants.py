@@ -32,7 +32,6 @@ from chord.bench import layer as layers
 from chord.bench.operands import (
     POISON,
     ROW_ERROR_LIMIT,
-    Checkpoint,
     max_row_error,
     random_checkpoint,
     random_rows,
@@ -50,7 +49,6 @@ from chord.jit.source import ENTRY, render
 from chord.plan import select
 from chord.plan.config import Config, config_from_fields
 from chord.timing import Call, GraphCall, Timing, measure_in_turns
-from chord.weights.packed import PackedExperts
 
 VARIANTS = Path(".variants")
 PART = "part"
@@ -180,8 +178,9 @@ def layer(row: list[str], repeat_ms: float = 60.0) -> None:
         for text in row:
             suite, gate_up, todo = rows_of(text.replace("/", "/gate_up/"))
             down = next(one for one in suite.projections if one.name == "down")
-            w13 = packed(random_checkpoint(suite.num_experts, gate_up.n, gate_up.k, device), True)
-            w2 = packed(random_checkpoint(suite.num_experts, down.n, down.k, device, seed=1), False)
+            checkpoint = random_checkpoint(suite.num_experts, gate_up.n, gate_up.k, device)
+            w13 = layers.pack(checkpoint, interleave=True)
+            w2 = layers.pack(random_checkpoint(suite.num_experts, down.n, down.k, device, seed=1))
             for case in (one for one in todo if one.series.loads == "random"):
                 ids = route_case(case, device)
                 hidden = random_rows(len(ids), gate_up.k, device)
@@ -203,13 +202,6 @@ def layer(row: list[str], repeat_ms: float = 60.0) -> None:
                     calls[name or "shipped"] = GraphCall(call)
                 times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
                 show(f"{suite.name} layer {case.tokens}", times)
-
-
-def packed(checkpoint: Checkpoint, is_gate_up: bool) -> PackedExperts:
-    """Pack one GEMM of a layer."""
-    return chord.pack_experts(
-        checkpoint.weight_packed, checkpoint.weight_scale, interleave_gate_up=is_gate_up
-    )
 
 
 def show(title: str, times: Mapping[str, Timing]) -> None:

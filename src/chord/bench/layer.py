@@ -154,9 +154,9 @@ class _Bench:
         self.gate_up = random_checkpoint(suite.num_experts, gate_up.n, gate_up.k, device)
         self.down = random_checkpoint(suite.num_experts, down.n, down.k, device, seed=1)
         self.humming: HummingLayer | None = None
-        self._w13 = _pack(self.gate_up, interleave=True)
-        self._w13_plain = _pack(self.gate_up)
-        self._w2 = _pack(self.down)
+        self._w13 = pack(self.gate_up, interleave=True)
+        self._w13_plain = pack(self.gate_up)
+        self._w2 = pack(self.down)
 
     def run(
         self, case: Case, memory: floors.MemoryModel, on_fault: Callable[[str], None]
@@ -268,7 +268,8 @@ class _Bench:
         )
 
 
-def _pack(checkpoint: Checkpoint, *, interleave: bool = False) -> PackedExperts:
+def pack(checkpoint: Checkpoint, *, interleave: bool = False) -> PackedExperts:
+    """Pack one GEMM of a layer; `interleave` for the gate_up of `chord.fused_moe`."""
     return chord.pack_experts(
         checkpoint.weight_packed, checkpoint.weight_scale, interleave_gate_up=interleave
     )

@@ -174,6 +174,7 @@ class Prefill {
   int tile_stripes(int feature_tile) const {
     return min_of(kConfig.stripes(), stripes() - feature_tile * kConfig.stripes());
   }
+
   // ---- Loading warpgroup.
   __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
@@ -466,15 +467,16 @@ class Prefill {
     }
   }
 
-  // The units of a stage, four k16 steps each. Stages are multiplied whole: what K leaves empty of
-  // the last has zeros for x, and the weights of its first unit. (With a second copy of this code
-  // for it tiles of up to 64 rows take 2 % longer, also where K fills all stages.) Two row tiles
-  // take turns: while
-  // the tensor cores run one, its next group is dequantised; the queue never holds less than the
-  // other one. (Both at a time, the whole arithmetic of a step falls behind the second: 2 to 3 %.)
-  // A unit's codes are fetched while the unit before is multiplied. At the end all wgmma are done:
-  // a group in flight across the loop's edge makes ptxas serialise every wgmma (C7512, C7513);
-  // meanwhile the other warpgroup keeps the tensor cores busy.
+  // The units of a stage, four k16 steps each. Two row tiles take turns: while the tensor cores run
+  // one, its next group is dequantised; the queue never holds less than the other one. (Both at a
+  // time, the whole arithmetic of a step falls behind the second: 2 to 3 %.) A unit's codes are
+  // fetched while the unit before is multiplied. At the end all wgmma are done: a group in flight
+  // across the loop's edge makes ptxas serialise every wgmma (C7512, C7513); meanwhile the other
+  // warpgroup keeps the tensor cores busy.
+  //
+  // Stages are multiplied whole: what K leaves empty of the last has zeros for x, and the weights
+  // of its first unit. With a second copy of this code for it, tiles of up to 64 rows take 2 %
+  // longer, also where K fills all stages.
   template <int kWidth>
   __forceinline__ void multiply_stage(float (&sums)[2][kWidth / 8][4], int stage, int stripe) {
     // From one lane: a descriptor is then made and advanced in uniform registers.
