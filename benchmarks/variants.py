@@ -29,16 +29,10 @@ import typer
 
 import chord
 from chord.bench import layer as layers
-from chord.bench.operands import (
-    POISON,
-    ROW_ERROR_LIMIT,
-    max_row_error,
-    random_checkpoint,
-    random_rows,
-)
+from chord.bench.operands import POISON, ROW_ERROR_LIMIT, max_row_error, random_checkpoint
 from chord.bench.peers import load_peer
 from chord.bench.run import Chord, problem_of
-from chord.bench.scenarios import Case, Projection, Suite, cases, route_case, suite_named
+from chord.bench.scenarios import Case, Projection, Suite, cases, suite_named
 from chord.bench.work import make_work
 from chord.device import facts_of
 from chord.errors import ChordError
@@ -145,7 +139,7 @@ def time(
             checkpoint = random_checkpoint(
                 suite.num_experts, projection.n, projection.k, torch.device("cuda")
             )
-            chord = Chord(checkpoint)
+            packed = Chord(checkpoint)
             other = load_peer(peer, checkpoint, todo) if peer else None
             for case in todo:
                 work = make_work(case, torch.device("cuda"))
@@ -154,7 +148,7 @@ def time(
                 calls: dict[str, Call] = {}
                 for one in [parse_config(text) for text in config or ()] or [planned]:
                     for name in built(one, problem.addressing):
-                        call = variants.call(name, chord.prepare_call(work, one))
+                        call = variants.call(name, packed.prepare_call(work, one))
                         work.out.fill_(POISON)
                         call()
                         error = max_row_error(work.out, work.x, work.owners, case.top_k, checkpoint)
@@ -175,31 +169,27 @@ def layer(row: list[str], repeat_ms: float = 60.0) -> None:
     variants = Variants()
     device = torch.device("cuda")
     with mock.patch.object(launching, "launcher", variants.launcher):
-        for text in row:
-            suite, gate_up, todo = rows_of(text.replace("/", "/gate_up/"))
+        for suite, gate_up, todo in (rows_of(text.replace("/", "/gate_up/")) for text in row):
             down = next(one for one in suite.projections if one.name == "down")
             checkpoint = random_checkpoint(suite.num_experts, gate_up.n, gate_up.k, device)
             w13 = layers.pack(checkpoint, interleave=True)
             w2 = layers.pack(random_checkpoint(suite.num_experts, down.n, down.k, device, seed=1))
             for case in (one for one in todo if one.series.loads == "random"):
-                ids = route_case(case, device)
-                hidden = random_rows(len(ids), gate_up.k, device)
-                weights = torch.rand(ids.shape, device=device) / ids.shape[1]
-                results: dict[str | None, torch.Tensor] = {}
-                calls: dict[str, Call] = {}
-                for name in (None, *sorted(folder.name for folder in VARIANTS.iterdir())):
-                    out = results[name] = torch.full_like(hidden, POISON)
-                    call = variants.call(
-                        name,
-                        functools.partial(chord.fused_moe, hidden, w13, w2, weights, ids, out=out),
-                    )
+                hidden, weights, ids = layers.random_tokens(case, gate_up.k, device)
+                run = functools.partial(chord.fused_moe, hidden, w13, w2, weights, ids)
+                shipped = torch.empty_like(hidden)
+                call = variants.call(None, functools.partial(run, out=shipped))
+                calls: dict[str, Call] = {"shipped": GraphCall(call)}
+                call()
+                expected = shipped.double()
+                for name in sorted(folder.name for folder in VARIANTS.iterdir()):
+                    out = torch.full_like(hidden, POISON)
+                    call = variants.call(name, functools.partial(run, out=out))
                     call()
-                    own, shipped = out.double(), results[None].double()
-                    error = float(((own - shipped).norm(dim=1) / shipped.norm(dim=1)).max())
-                    is_part = name is not None and name.startswith(PART)
-                    if not is_part and not error <= layers.LAYER_ERROR_LIMIT:
+                    error = layers.worst_token(out, expected)
+                    if not name.startswith(PART) and not error <= layers.LAYER_ERROR_LIMIT:
                         raise ChordError(f"{name}: a row is off by {error:.1e}")
-                    calls[name or "shipped"] = GraphCall(call)
+                    calls[name] = GraphCall(call)
                 times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
                 show(f"{suite.name} layer {case.tokens}", times)
 

@@ -119,12 +119,8 @@ class Engine:
             self.process.wait()
 
 
-Keep = Callable[[dict[str, Any]], None]
-
-
-def agree(logs: Path, keep: Keep) -> dict[str, Any]:
+def agree(logs: Path) -> dict[str, Any]:
     """Compare words and logprobs of all ways on the small model; all engines run at once."""
-    del keep  # nothing can be said before all have answered
     cache = Path(tempfile.mkdtemp())
     folder = models.write(Path(tempfile.mkdtemp()), models.small(), checkpoint=True)
     options = {"model": folder, "vocab": 4096, "kv_gib": 1, "graphs": "1,8,16"}
@@ -187,8 +183,11 @@ def compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any
     }
 
 
-def speed(logs: Path, keep: Keep) -> dict[str, Any]:
-    """Time Chord and stock vLLM in turn, then start Chord again with its cache filled."""
+def speed(logs: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Time Chord and stock vLLM in turn, then start Chord again with its cache filled.
+
+    `keep` gets what there is of the result after each case.
+    """
     cache = Path(tempfile.mkdtemp())
     folder = models.write(Path(tempfile.mkdtemp()), models.slice_of_tp8(), checkpoint=False)
     options = {
@@ -279,18 +278,18 @@ def main() -> None:
     def write() -> None:
         (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
+    def keep(result: dict[str, Any]) -> None:
+        record["speed"] = {**result, "unfinished": True}
+        write()
+
     failed = False
-    for name, part in (("agree", agree), ("speed", speed)):
+    parts = {"agree": lambda: agree(options.out), "speed": lambda: speed(options.out, keep)}
+    for name, part in parts.items():
         if options.only not in (None, name):
             continue
-
-        def keep(result: dict[str, Any], name: str = name) -> None:
-            record[name] = {**result, "unfinished": True}
-            write()
-
         begin = time.time()
         try:
-            record[name] = part(options.out, keep)
+            record[name] = part()
         except Exception as error:
             traceback.print_exc()
             record[name] = {"failed": str(error)[-600:]}

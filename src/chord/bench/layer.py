@@ -163,12 +163,7 @@ class _Bench:
     ) -> records.Row:
         """Check and time one row."""
         device = self.gate_up.weight_packed.device
-        ids = route_case(case, device)
-        tokens, top_k = ids.shape
-        hidden = random_rows(tokens, self.gate_up.k, device)
-        generator = torch.Generator(device).manual_seed(tokens)
-        scores = torch.rand(tokens, top_k, generator=generator, device=device) + 0.05
-        weights = scores / scores.sum(1, keepdim=True)
+        hidden, weights, ids = random_tokens(case, self.gate_up.k, device)
         out = torch.empty_like(hidden)
         expected = expected_output(hidden, weights, ids, self.gate_up, self.down)
         call = self._layer(hidden, weights, ids, out)
@@ -268,6 +263,40 @@ class _Bench:
         )
 
 
+def random_tokens(
+    case: Case, hidden_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the tokens of a case, routed as the case says.
+
+    Args:
+        case: Tokens T and their routing.
+        hidden_size: Hidden size H.
+        device: Where the tensors live.
+
+    Returns:
+        hidden, bfloat16, [T, H]; router weights, float32, [T, top_k], that sum to one; topk_ids,
+        int32, [T, top_k].
+    """
+    ids = route_case(case, device)
+    tokens, top_k = ids.shape
+    hidden = random_rows(tokens, hidden_size, device)
+    generator = torch.Generator(device).manual_seed(tokens)
+    scores = torch.rand(tokens, top_k, generator=generator, device=device) + 0.05
+    return hidden, scores / scores.sum(1, keepdim=True), ids
+
+
+def worst_token(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest `||row - expected|| / ||expected||`; infinity if one is not a number.
+
+    Args:
+        out: bfloat16, [T, H].
+        expected: float64, [T, H].
+    """
+    difference = torch.linalg.vector_norm(out.double() - expected, dim=1)
+    error = difference / torch.linalg.vector_norm(expected, dim=1)
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
 def pack(checkpoint: Checkpoint, *, interleave: bool = False) -> PackedExperts:
     """Pack one GEMM of a layer; `interleave` for the gate_up of `chord.fused_moe`."""
     return chord.pack_experts(
@@ -303,8 +332,6 @@ def _check(
     """Run a layer, compare every row with FP64, and capture it in a graph."""
     out.fill_(POISON)
     call()
-    difference = torch.linalg.vector_norm(out.double() - expected, dim=1)
-    error = difference / torch.linalg.vector_norm(expected, dim=1)
-    worst = float(error.nan_to_num(nan=torch.inf).max())
+    worst = worst_token(out, expected)
     host_us = measure_host_us(call, num_calls=_HOST_CALLS)
     return Contestant(GraphCall(call), choice, worst, host_us)
