@@ -614,8 +614,8 @@ DIRECT = (
     Fault(
         "weights are overwritten before they are multiplied",
         "direct.cuh",
-        "multiply_unit<kEights>(sums, units[u], x, u); if (has_next) load_unit(units[u], next, u);",
-        "if (has_next) load_unit(units[u], next, u); multiply_unit<kEights>(sums, units[u], x, u);",
+        "for (int u = 0; u < kUnits; ++u) { #pragma unroll",
+        "for (int u = 0; u < kUnits; ++u) { if (has_next) load_unit(units[u], next, u);",
         WRONG_RESULT,
     ),
     Fault(

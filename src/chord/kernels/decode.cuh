@@ -27,7 +27,6 @@
 #pragma once
 
 #include <chord/kernels/config.cuh>
-#include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>
 #include <chord/kernels/eviction.cuh>
 #include <chord/kernels/params.cuh>
@@ -35,11 +34,11 @@
 #include <chord/kernels/ptx/copy.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/mbarrier.cuh>
-#include <chord/kernels/ptx/mma.cuh>
 #include <chord/kernels/ptx/sync.cuh>
 #include <chord/kernels/schedule.cuh>
 #include <chord/kernels/stage.cuh>
 #include <chord/kernels/swiglu.cuh>
+#include <chord/kernels/unit.cuh>
 #include <chord/kernels/weight_layout.cuh>
 
 namespace chord {
@@ -356,45 +355,13 @@ class Decode {
   void multiply_unit(float (&sums)[kRowTiles][kEights][4], SmemAddress weight, SmemAddress x,
                      int groups) {
     const int row_tile = warp * kRowTiles % (kUnitFeatures / kRowTileFeatures);
-    u32 codes[kRowTiles][4];
-    u32 scales[kRowTiles][2];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const U32x4 words = ptx::load_shared_x4(weight + code_offset(row_tile + i, lane));
-      const U32x2 pairs = ptx::load_shared_x2(weight + scale_offset(row_tile + i, lane));
-      codes[i][0] = words.x, codes[i][1] = words.y, codes[i][2] = words.z, codes[i][3] = words.w;
-      scales[i][0] = pairs.x, scales[i][1] = pairs.y;
-    }
+    const UnitCodes<kRowTiles> unit = load_unit<kRowTiles>(weight, row_tile, lane);
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       if (group >= groups) break;
-      multiply_group<kEights>(sums, codes, scales, group, x + group * 2 * kGroupK);
-    }
-  }
-
-  template <int kEights>
-  void multiply_group(float (&sums)[kRowTiles][kEights][4], const u32 (&codes)[kRowTiles][4],
-                      const u32 (&scales)[kRowTiles][2], int group, SmemAddress x) {
-    u32 a[kRowTiles][2][4];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const GroupScale scale = prepare_scale(scales[i][group]);
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        dequantize(a[i][step], codes[i][2 * group + step], scale);
-      }
-    }
-#pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-      u32 b[4];
-      ptx::load_matrix_x4(b, x + eight * 8 * kConfig.x_row_bytes());
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          ptx::mma_m16n8k16(sums[i][eight], a[i][step], b[2 * step], b[2 * step + 1]);
-        }
-      }
+      mma_group(sums, unit, group, [&](int eight) {
+        return x + eight * 8 * kConfig.x_row_bytes() + group * 2 * kGroupK;
+      });
     }
   }
 

@@ -15,17 +15,16 @@
 #pragma once
 
 #include <chord/kernels/config.cuh>
-#include <chord/kernels/dequant/int4.cuh>
 #include <chord/kernels/epilogue.cuh>
 #include <chord/kernels/params.cuh>
 #include <chord/kernels/ptx/copy.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/mbarrier.cuh>
-#include <chord/kernels/ptx/mma.cuh>
 #include <chord/kernels/ptx/sync.cuh>
 #include <chord/kernels/schedule.cuh>
 #include <chord/kernels/stage.cuh>
 #include <chord/kernels/swiglu.cuh>
+#include <chord/kernels/unit.cuh>
 #include <chord/kernels/weight_layout.cuh>
 
 namespace chord {
@@ -57,11 +56,7 @@ class Direct {
   static_assert(32 * kConfig.warps <= kMaxSegments && 8 * kConfig.warps <= kScheduleScratchBytes,
                 "the warps' own tables must fit into the one of the block");
 
-  // Codes and scales of a unit's two row tiles, as a lane multiplies them.
-  struct Unit {
-    u32 words[kRowTiles][4];
-    u32 scales[kRowTiles][2];
-  };
+  using Unit = UnitCodes<kRowTiles>;
 
   struct Task {
     int row_tile;
@@ -169,9 +164,7 @@ class Direct {
         words = ptx::load_weights_x4(source + code_offset(row_tile, lane), policy);
         scales = ptx::load_weights_x2(source + scale_offset(row_tile, lane), policy);
       }
-      unit.words[i][0] = words.x, unit.words[i][1] = words.y;
-      unit.words[i][2] = words.z, unit.words[i][3] = words.w;
-      unit.scales[i][0] = scales.x, unit.scales[i][1] = scales.y;
+      unit.set(i, words, scales);
     }
   }
   void load_units(Unit (&units)[kUnits], const Task& task) const {
@@ -265,7 +258,11 @@ class Direct {
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      multiply_unit<kEights>(sums, units[u], x, u);
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        mma_group(sums, units[u], group,
+                  [&](int eight) { return x[eight] + (2 * u + group) * 2 * kGroupK; });
+      }
       if (has_next) load_unit(units[u], next, u);
     }
     int output_row[kEights];  // of token 8 e + lane / 4
@@ -276,32 +273,6 @@ class Direct {
     store_sums<kRowTiles>(sums, output_row, smem.store + warp * kStoreBytesPerWarp, addressing,
                           p.out, task.features * kTaskFeatures, p.n);
     ptx::sync_warp();
-  }
-
-  template <int kEights>
-  void multiply_unit(float (&sums)[kRowTiles][kEights][4], const Unit& unit,
-                     const SmemAddress (&x)[kEights], int u) const {
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      u32 a[kRowTiles][2][4];
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        const GroupScale scale = prepare_scale(unit.scales[i][group]);
-        for (int step = 0; step < 2; ++step) {
-          dequantize(a[i][step], unit.words[i][2 * group + step], scale);
-        }
-      }
-#pragma unroll
-      for (int eight = 0; eight < kEights; ++eight) {
-        u32 b[4];
-        ptx::load_matrix_x4(b, x[eight] + (2 * u + group) * 2 * kGroupK);
-        for (int step = 0; step < 2; ++step) {
-          for (int i = 0; i < kRowTiles; ++i) {
-            ptx::mma_m16n8k16(sums[i][eight], a[i][step], b[2 * step], b[2 * step + 1]);
-          }
-        }
-      }
-    }
   }
 
   SmemAddress x_slot(int slot) const { return smem.x + slot * kConfig.x_row_bytes(); }
