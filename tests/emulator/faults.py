@@ -481,7 +481,7 @@ PREFILL = (
         "what K leaves empty of the last stage has the x of the stage before",
         "prefill.cuh",
         "for (int unit = 0; unit < kConfig.units(); ++unit) { const bool exists",
-        "for (int unit = 0; unit < k_units() - k_stage * kConfig.units(); ++unit) { "
+        "for (int unit = 0; unit < runs.k_units() - k_stage * kConfig.units(); ++unit) { "
         "const bool exists",
         WRONG_RESULT,
     ),
@@ -694,7 +694,7 @@ EARLY = (
         "the first weights are those of the last stage",
         "prefill.cuh",
         "load_weights(at.stage, tile, 0);",
-        "load_weights(at.stage, tile, k_stages() - 1);",
+        "load_weights(at.stage, tile, runs.k_stages() - 1);",
         WRONG_RESULT,
     ),
 )
@@ -779,15 +779,15 @@ SORTED = (
         "no box brings the zeros behind K",
         "prefill.cuh",
         "constexpr int kUnits = kConfig.units(); if (lane() == 0) {",
-        "const int kUnits = min_of(kConfig.units(), k_units() - k_stage * kConfig.units()); "
+        "const int kUnits = min_of(kConfig.units(), runs.k_units() - k_stage * kConfig.units()); "
         "if (lane() == 0) {",
         WRONG_RESULT,
     ),
     Fault(
         "a box is left out",
         "prefill.cuh",
-        "if (box >= boxes) return;",
-        "if (box >= boxes - 1) return;",
+        "if (box >= boxes || (kCluster",
+        "if (box >= boxes - 1 || (kCluster",
         r"deadlock(.*\n)*.*and \d+ bytes",
     ),
     Fault(
@@ -846,5 +846,87 @@ SORTING_TWICE = (
         "if (first > 0) ptx::sync_block();",
         "",
         f"{_UNSEEN}|overwrites",
+    ),
+)
+
+# Where blocks of a cluster copy rows of x for each other.
+SHARED = (
+    Fault(
+        "the other block's stage is not waited for",
+        "prefill.cuh",
+        "ptx::mbarrier_wait(both_empty(at.stage), at.phase);",
+        "",
+        f"{_EARLY}|{_UNRELEASED}|overwrites the target",
+    ),
+    Fault(
+        "the other block is not told of an empty stage",
+        "ptx/cluster.cuh",
+        "emulator::cluster_mbarrier_arrive(barrier.value, where);",
+        "(void)barrier, (void)where;",
+        "deadlock",
+    ),
+    Fault(
+        "a stage is told to be empty before it is",
+        "prefill.cuh",
+        "ring.wait_empty(at); if (thread < 32) { if (k_stage",
+        "if (thread < 32) { ring.wait_empty(at); if (k_stage",
+        f"{_EARLY}|{_UNRELEASED}|overwrites the target|once more than",
+    ),
+    Fault(
+        "both blocks copy all boxes for both",
+        "prefill.cuh",
+        "if (box >= boxes || (kCluster > 1 && box % kCluster != ptx::cluster_rank())) return;",
+        "if (box >= boxes) return;",
+        f"overwrites the target|more than were announced|{_UNSEEN}",
+    ),
+    Fault(
+        "each block copies its boxes for itself alone",
+        "ptx/cluster.cuh",
+        "emulator::cluster_tensor_load_2d(target, map, k, row, barrier, blocks, where);",
+        "(void)blocks, emulator::cluster_tensor_load_2d(target, map, k, row, barrier, "
+        "1u << emulator::cluster_rank(), where);",
+        "deadlock",
+    ),
+    Fault(
+        "barriers of another block before it has set them up",
+        "prefill.cuh",
+        "if constexpr (kCluster > 1) ptx::cluster_wait();",
+        "",
+        "of which it has not heard|without cluster_wait",
+    ),
+    Fault(
+        "the number of the next run overwrites that of this one",
+        "runs.cuh",
+        "return numbers_ + 4 * (turn_ % 2);",
+        "return numbers_;",
+        f"{_UNRELEASED}|overwrites the target|{_EARLY}|deadlock",
+    ),
+    Fault(
+        "the number of the next run is not waited for",
+        "runs.cuh",
+        "ptx::mbarrier_wait(noted(), turn_ / 2 % 2);",
+        "",
+        f"{_EARLY}|nobody has waited for the copies",
+    ),
+    Fault(
+        "the bytes of the next run's number are not announced",
+        "runs.cuh",
+        "ptx::mbarrier_arrive_expect_bytes(noted(), 4);",
+        "ptx::mbarrier_arrive(noted());",
+        f"more than were announced|{_UNSEEN}",
+    ),
+    Fault(
+        "blocks of a cluster take tiles apart from each other",
+        "runs.cuh",
+        "return ptx::block_idx() / kCluster;",
+        "return ptx::block_idx();",
+        f"deadlock|{WRONG_RESULT}|has stored before|more than were announced|{_EARLY}",
+    ),
+    Fault(
+        "the block beyond the last feature tile reads behind the weight",
+        "runs.cuh",
+        "const int last = kCluster > 1 ? feature_tiles() - 1 : feature_tile;",
+        "const int last = feature_tile;",
+        "outside every tensor|deadlock|nobody has written|announces",
     ),
 )

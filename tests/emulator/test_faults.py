@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from faults import BATCHES, DECODE, DIRECT, DIRECT_EIGHTS, EARLY, PREFILL, SORTED, Fault
+from faults import BATCHES, DECODE, DIRECT, DIRECT_EIGHTS, EARLY, PREFILL, SHARED, SORTED, Fault
 from launches import (
     DIRECT_8,
     DIRECT_16,
     PREFILL_32,
     PREFILL_LONG,
+    PREFILL_SHARED,
     Inputs,
     Shape,
     check,
@@ -71,6 +72,18 @@ def test_planted_fault_in_sorted_rows_is_noticed(fault: Fault) -> None:
         check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1, replaced=replaced)
 
 
+def shared_rows() -> Inputs:
+    """The same for blocks of a cluster: an odd number of feature tiles, several runs a block."""
+    return grouped_inputs((70, 0, 29, 130, 3), 520, 672, "offsets32")
+
+
+@pytest.mark.parametrize("fault", SHARED, ids=lambda fault: fault.name)
+def test_planted_fault_in_shared_rows_is_noticed(fault: Fault) -> None:
+    replaced = fault.replaced()
+    with pytest.raises((EmulatorError, AssertionError), match=fault.message):
+        check(PREFILL_SHARED, shared_rows(), 4, seed=1, replaced=replaced)
+
+
 @pytest.mark.parametrize(
     "config", dict.fromkeys(config for config, _ in CASES), ids=lambda c: c.label()
 )
@@ -81,3 +94,7 @@ def test_no_fault_is_noticed_without_one(config: Config) -> None:
 
 def test_no_fault_is_noticed_in_sorted_rows_without_one() -> None:
     check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1)
+
+
+def test_no_fault_is_noticed_in_shared_rows_without_one() -> None:
+    check(PREFILL_SHARED, shared_rows(), 4, seed=1)

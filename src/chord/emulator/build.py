@@ -34,6 +34,7 @@ RUNTIME = (
     "sync",
     "mbarrier",
     "copy",
+    "cluster",
     "bf16",
     "matrix",
     "wgmma",
@@ -71,7 +72,8 @@ void enter(const void* bytes) {{
 }}
 }}  // namespace
 
-const ChordUnit chord_unit{{enter, kConfig.threads(), kConfig.smem_bytes()}};
+const ChordUnit chord_unit{{enter, kConfig.threads(), kConfig.smem_bytes(),
+                           kConfig.cluster(chord::may_share_rows<chord::{addressing}>())}};
 """
 
 

@@ -283,7 +283,7 @@ def run(
         routing: Which row belongs to which expert; its type picks the addressing.
         out: bfloat16, contiguous: [M * top_k, N], [R, N] or [E, max_m, N]; written where a row is
             routed.
-        num_blocks: Blocks of the launch, all resident at once.
+        num_blocks: Blocks of the launch, all resident at once, as `Config.grid` rounds them.
         seed: Picks the interleaving of threads and the times at which copies land.
         flavour: "fast" runs here, "sanitize" in a process of its own under the address and
             undefined-behaviour sanitizers.
@@ -299,6 +299,7 @@ def run(
     """
     addressing = addressing_of(routing)
     compiled = build(config, addressing=addressing, flavour=flavour, replaced=replaced)
+    num_blocks = config.grid(num_blocks, addressing_layout(addressing).may_share_rows)
     launch = launch_of(config, x, packed, routing, out, num_blocks)
     launch_it = run_launch if flavour == LIBRARY else run_program
     launch_it(compiled, launch, num_blocks, seed)

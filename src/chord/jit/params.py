@@ -73,6 +73,11 @@ class AddressingLayout:
     counters_region: int = 0
 
     @property
+    def may_share_rows(self) -> bool:
+        """Whether blocks of a cluster may copy rows of x for each other (kernels/stage.cuh)."""
+        return any(kind == "map" for _, kind in self.fields) and not self.is_stage
+
+    @property
     def packer(self) -> struct.Struct:
         """Packer of chord::Params<name>: the GEMM's fields, then the addressing's."""
         return packer_of((*GEMM_FIELDS, *self.fields))

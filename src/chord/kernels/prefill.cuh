@@ -28,15 +28,18 @@
 #include <chord/kernels/eviction.cuh>
 #include <chord/kernels/params.cuh>
 #include <chord/kernels/pipeline.cuh>
+#include <chord/kernels/ptx/cluster.cuh>
 #include <chord/kernels/ptx/copy.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/mbarrier.cuh>
 #include <chord/kernels/ptx/sync.cuh>
 #include <chord/kernels/ptx/wgmma.cuh>
+#include <chord/kernels/runs.cuh>
 #include <chord/kernels/schedule.cuh>
 #include <chord/kernels/smem_descriptor.cuh>
 #include <chord/kernels/stage.cuh>
 #include <chord/kernels/swiglu.cuh>
+#include <chord/kernels/unit.cuh>
 #include <chord/kernels/weight_layout.cuh>
 
 namespace chord {
@@ -56,12 +59,16 @@ class Prefill {
                 "store_eights must be from 1 to the eights of block_m");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
-  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers of the ring must fit");
+  static_assert(24 * kConfig.stages + 16 <= kBarrierBytes, "the barriers must fit");
   static_assert(!Addressing::kSortedRows || kConfig.block_m % kBoxRows == 0,
                 "block_m must be a multiple of 16 where rows of x lie sorted: a box of 16 rows may "
                 "not reach beyond its tile");
 
   static constexpr bool kSorted = Addressing::kSortedRows;
+  // Blocks that multiply the same rows at the same time, neighbouring feature tiles: each copies
+  // its part of the boxes of x for all of them. Inside the whole layer that gains nothing.
+  static constexpr int kCluster = kConfig.cluster(may_share_rows<Addressing>());
+  static_assert(kCluster <= 2, "a block tells one other that a stage is empty");
   // Narrow tiles are about equally long: memory takes longer than they do.
   static constexpr bool kLongestFirst = kConfig.block_m > 32;
   static constexpr int kLoaders = 128;
@@ -75,7 +82,6 @@ class Prefill {
   // Weights of a tile's first stage are asked for before its rows are known, 1 to 2 us later. With
   // two long stages rows are found in the meantime anyhow, before a stage is empty.
   static constexpr bool kWeightsFirst = kConfig.stages > 2;
-  static constexpr int kRunUnits = 32;
   // Whether memory may take longer than the tensor cores, so that it matters how weights leave L2.
   // In ordinary turn (eviction.cuh) only where tiles are that narrow, and where little x is read
   // again for other feature tiles: else it has to stay in L2 (down at 10 to 21 rows: 1 to 3 %).
@@ -103,17 +109,10 @@ class Prefill {
     SmemAddress notes = store + kConfig.store_bytes();
     SmemAddress rows = notes + kConfig.stages * kConfig.note_bytes();
     SmemAddress x_rows = rows + 4 * kConfig.block_m;
-    SmemAddress next_run = rows + kConfig.row_table_bytes();
-    SmemAddress table = next_run + 16;
+    SmemAddress next_runs = rows + kConfig.row_table_bytes();
+    SmemAddress table = next_runs + 16;
     SmemAddress scratch = table + kSegmentTableBytes;
     SmemAddress barriers = scratch + kSortScratchBytes;
-  };
-
-  struct Tile {
-    int expert;
-    int feature_tile;
-    int row_begin;
-    int row_end;
   };
 
  public:
@@ -121,18 +120,29 @@ class Prefill {
       : p(params.gemm), addressing{params.addressing} {}
 
   __forceinline__ void run() {
-    if (ptx::thread_idx() == 0) ring.init(kRowArrivals + 1 + 32, 32 * kConfig.warps());
+    if (ptx::thread_idx() == 0) {
+      runs.init();
+      if constexpr (kCluster > 1) {
+        for (int s = 0; s < kConfig.stages; ++s) ptx::mbarrier_init(both_empty(s), 1);
+      }
+      ring.init(kRowArrivals + 1 + 32, 32 * kConfig.warps());
+    }
+    if constexpr (kCluster > 1) ptx::cluster_arrive();
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     ScheduleBuilder<kConfig.threads(), kLongestFirst, Addressing>(addressing, p.num_experts)
         .build(table, smem.scratch, kConfig.block_m);
-    if (ptx::thread_idx() >= 32 * kConfig.warps()) {
-      ptx::lower_registers<kLoaderRegisters>();
-      load();
-    } else {
+    if constexpr (kCluster > 1) ptx::cluster_wait();
+    // ptxas puts the code of `load` first this way round, see multiply_tile_of.
+    if (ptx::thread_idx() < 32 * kConfig.warps()) {
       ptx::raise_registers<kMultiplierRegisters>();
       multiply();
+    } else {
+      ptx::lower_registers<kLoaderRegisters>();
+      load();
     }
+    // Shared memory has to stay as long as another block of the cluster may reach for it.
+    if constexpr (kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();
   }
 
  private:
@@ -140,54 +150,26 @@ class Prefill {
   int warp() const { return thread / 32; }
   int lane() const { return thread % 32; }
 
-  // Sizes of the padded weight. Shifts of kernel parameters: cheaper to repeat than to keep.
-  int k_units() const { return ceil_div(p.k, kUnitK); }
-  int k_stages() const { return ceil_div(k_units(), kConfig.units()); }
-  int stripes() const { return ceil_div(p.n, kUnitFeatures); }
-  int feature_tiles() const { return ceil_div(stripes(), kConfig.stripes()); }
-
   // What travels with a stage: the width and the feature tile that it belongs to, and, with the
   // last stage of a tile, each token's output row. Width 0 ends the work.
   SmemAddress width_note(int stage) const { return smem.notes + stage * kConfig.note_bytes(); }
   SmemAddress feature_note(int stage) const { return width_note(stage) + 4; }
   SmemAddress row_note(int stage, int token) const { return width_note(stage) + 16 + 4 * token; }
 
-  // Feature tiles that a block takes in a row for the same rows: with a short K, finding the rows
-  // would cost more than multiplying one tile.
-  int run_length() const { return max_of(1, kRunUnits / k_units()); }
-  int runs() const { return ceil_div(feature_tiles(), run_length()); }
-
-  // Run number `index` of the launch, with its first feature tile.
-  Tile tile_at(int index) const {
-    // A segment has runs() times its row tiles, so a row tile's number divides out the runs
-    // wherever it stands in the segment.
-    const Segment segment = table.find(index / runs());
-    const int inside = index - segment.first_tile * runs();
-    const int rows_per_tile = segment.rows_per_tile();
-    const int begin = segment.row_begin + inside % segment.num_tiles * rows_per_tile;
-    return {.expert = segment.expert,
-            .feature_tile = inside / segment.num_tiles * run_length(),
-            .row_begin = begin,
-            .row_end = min_of(begin + rows_per_tile, segment.row_end)};
-  }
-
-  int tile_stripes(int feature_tile) const {
-    return min_of(kConfig.stripes(), stripes() - feature_tile * kConfig.stripes());
-  }
-
   // ---- Loading warpgroup.
   __forceinline__ void load() {
     thread = ptx::thread_idx() - 32 * kConfig.warps();
-    const int num_runs = table.num_tiles() * runs();
     if constexpr (kMemoryBound) {
-      const i64 stages = static_cast<i64>(table.num_tiles()) * feature_tiles() * k_stages();
+      const i64 stages =
+          static_cast<i64>(table.num_tiles()) * runs.feature_tiles() * runs.k_stages();
       ordinary_left = ordinary_stages<Addressing>(stages / ptx::grid_dim(),
                                                   kConfig.weight_stage_bytes(), p.l2_share);
-      ordinary_rows = min_of(kOrdinaryRows, kOrdinaryReads / feature_tiles());
+      ordinary_rows = min_of(kOrdinaryRows, kOrdinaryReads / runs.feature_tiles());
     }
     RingPosition<kConfig.stages> at;
-    for (int index = ptx::block_idx(); index < num_runs; index = ptx::load_shared(smem.next_run)) {
-      Tile tile = tile_at(index);
+    const int num_runs = runs.count();
+    for (int index = runs.first_index(); index < num_runs; index = runs.next_index()) {
+      Tile tile = runs.tile_at(index);
       const int first_tile = tile.feature_tile;
       if (kWeightsFirst && thread < 32) {
         ring.wait_empty(at);
@@ -196,13 +178,13 @@ class Prefill {
       u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
       if (kSorted && warp() > 1) continue;
-      const int run_end = min_of(tile.feature_tile + run_length(), feature_tiles());
-      for (; tile.feature_tile < run_end; ++tile.feature_tile) {
+      const int end = runs.end_of_run(first_tile);
+      for (; tile.feature_tile < end; tile.feature_tile += kCluster) {
         const char* x = static_cast<const char*>(p.x);
-        for (int k_stage = 0; k_stage < k_stages(); ++k_stage) {
+        for (int k_stage = 0; k_stage < runs.k_stages(); ++k_stage) {
           ring.wait_empty(at);
           if (thread < 32) {
-            if (k_stage == k_stages() - 1) note_rows(at.stage);
+            if (k_stage == runs.k_stages() - 1) note_rows(at.stage);
             note_tile(at.stage, tile, width);
             const bool is_first = k_stage == 0 && tile.feature_tile == first_tile;
             if (!kWeightsFirst || !is_first) load_weights(at.stage, tile, k_stage);
@@ -210,11 +192,16 @@ class Prefill {
           if constexpr (kSorted) {
             if (warp() == 1) {
               if (k_stage == 0) await<Addressing, Awaits::kRows>();
+              if constexpr (kCluster > 1) wait_both_empty(at);
               load_boxes(at.stage, tile.row_begin, k_stage, width);
             }
           } else {
             if (k_stage == 0) await<Addressing, Awaits::kRows>();
-            load_x<kPasses>(at.stage, x, x_row, k_stage, width);
+            if ((k_stage + 1) * kConfig.block_k > p.k) {
+              load_x_and_zeros(at.stage, x, k_stage, width);
+            } else {
+              load_x<kPasses>(at.stage, x, x_row, width);
+            }
             x += 2 * kConfig.block_k;
             ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
           }
@@ -232,24 +219,13 @@ class Prefill {
       }
       ptx::mbarrier_arrive(ring.full(at.stage));
     }
-    if (thread == 0) {
-      // The last block sets the counters back for the next launch.
-      if (static_cast<int>(ptx::atomic_add(blocks_done(), 1)) == ptx::grid_dim() - 1) {
-        ptx::store_release(next_run(), 0);
-        ptx::store_release(blocks_done(), 0);
-      }
-    }
+    if (thread == 0) runs.end();
     if constexpr (kSorted) {
       if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));
     } else {
       ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
     }
   }
-
-  // Counters in global memory, zero between launches: runs taken beyond the first of each block,
-  // and blocks that have no more.
-  u32* next_run() const { return p.counters; }
-  u32* blocks_done() const { return p.counters + 1; }
 
   // Leaves the tile's output rows (-1 for none) in the row table and returns the width that the
   // tile is multiplied at. Where rows are not sorted, finds where in x the pieces lie that this
@@ -260,7 +236,7 @@ class Prefill {
     ptx::sync_named(kLoaderBarrier, kLoaders);
     // Ask for the next run now; the answer takes as long as the rows that are asked for meanwhile.
     u32 next = 0;
-    if (thread == 0) next = ptx::take_number(next_run());
+    if (thread == 0) next = runs.ask();
     // Unrolled, the loader of the largest tiles would spill; so would it with the expert's part of
     // the offset kept across stages.
 #pragma unroll 1
@@ -273,7 +249,7 @@ class Prefill {
         ptx::store_shared(smem.x_rows + 4 * token, input_row * static_cast<u32>(p.k / 8));
       }
     }
-    if (thread == 0) ptx::store_shared(smem.next_run, ptx::grid_dim() + next);
+    if (thread == 0) runs.note(next);
     ptx::sync_named(kLoaderBarrier, kLoaders);
     if constexpr (!kSorted) {
 #pragma unroll
@@ -290,6 +266,19 @@ class Prefill {
       if (mask != 0) used = 32 * i + ptx::highest_bit(mask) + 1;
     }
     return kConfig.min_width + round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
+  }
+
+  // That a stage is empty in the other block of the cluster too; it arrives.
+  SmemAddress both_empty(int stage) const {
+    return smem.barriers + 16 * kConfig.stages + 8 * stage;
+  }
+  // The stage is empty here; waits until it is in the other block too.
+  void wait_both_empty(RingPosition<kConfig.stages> at) const {
+    if (lane() == 0) {
+      const int other = 1 - ptx::cluster_rank();
+      ptx::cluster_mbarrier_arrive(ptx::cluster_address(both_empty(at.stage), other));
+    }
+    ptx::mbarrier_wait(both_empty(at.stage), at.phase);
   }
 
   int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
@@ -311,9 +300,8 @@ class Prefill {
   }
 
   void load_weights(int stage, const Tile& tile, int k_stage) {
-    const int units = min_of(kConfig.units(), k_units() - k_stage * kConfig.units());
-    const int first_stripe = tile.feature_tile * kConfig.stripes();
-    const int num_stripes = tile_stripes(tile.feature_tile);
+    const int units = min_of(kConfig.units(), runs.k_units() - k_stage * kConfig.units());
+    const int num_stripes = runs.tile_stripes(tile.feature_tile);
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage),
                                         num_stripes * kConfig.units() * kUnitBytes);
@@ -327,8 +315,9 @@ class Prefill {
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     if (lane() < num_stripes) {
-      const i64 source = unit_offset(ptx::opaque(tile.expert), first_stripe + lane(),
-                                     k_stage * kConfig.units(), stripes(), k_units());
+      const i64 source =
+          unit_offset(ptx::opaque(tile.expert), runs.first_stripe(tile.feature_tile) + lane(),
+                      k_stage * kConfig.units(), runs.stripes(), runs.k_units());
       const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
       const char* weight = static_cast<const char*>(p.weight) + source;
       ptx::bulk_load(target, weight, units * kUnitBytes, ring.full(stage), policy);
@@ -341,7 +330,8 @@ class Prefill {
 
   // Copies the tile's rows of x, which begin at `first_row`, box by box: half of the warp one unit,
   // half the next. A box beyond the end of x or of K brings zeros, and all of its bytes; rows
-  // behind the tile's own are other experts', and their sums are dropped.
+  // behind the tile's own are other experts', and their sums are dropped. All boxes arrive here;
+  // those that other blocks of the cluster ask for may do so before their bytes are announced.
   void load_boxes(int stage, int first_row, int k_stage, int width) const {
     static_assert(kConfig.block_m <= 16 * kBoxRows, "half a warp asks for the boxes of a unit");
     const int boxes = ceil_div(width, kBoxRows);
@@ -352,51 +342,64 @@ class Prefill {
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
     const int box = lane() % 16;
-    if (box >= boxes) return;
+    if (box >= boxes || (kCluster > 1 && box % kCluster != ptx::cluster_rank())) return;
 #pragma unroll 1
     for (int unit = lane() / 16; unit < kUnits; unit += 2) {
       const SmemAddress target = x_stage(stage) + unit * kConfig.x_unit_bytes() + box * kBoxBytes;
-      ptx::tensor_load_2d(target, &addressing.p.x_map, (k_stage * kConfig.units() + unit) * kUnitK,
-                          first_row + box * kBoxRows, ring.full(stage));
+      const int k = (k_stage * kConfig.units() + unit) * kUnitK, row = first_row + box * kBoxRows;
+      if constexpr (kCluster == 1) {
+        ptx::tensor_load_2d(target, &addressing.p.x_map, k, row, ring.full(stage));
+      } else {
+        ptx::cluster_tensor_load_2d(target, &addressing.p.x_map, k, row, ring.full(stage),
+                                    (1 << kCluster) - 1);
+      }
     }
   }
 
   // Copies the thread's part of the tile's rows; `x` is where K of the stage begins in row 0. The
   // number of passes is made a constant: then a row costs an address and a copy a unit.
   template <int kCount>
-  __forceinline__ void load_x(int stage, const char* x, const u32 (&x_row)[kPasses], int k_stage,
+  __forceinline__ void load_x(int stage, const char* x, const u32 (&x_row)[kPasses],
                               int width) const {
-    if constexpr (kCount > 1) {
-      if (width <= (kCount - 1) * kRowsPerPass) {
-        return load_x<kCount - 1>(stage, x, x_row, k_stage, width);
+    if constexpr ((kCount - 1) * kRowsPerPass < kConfig.min_width) {
+      copy_rows<kCount>(stage, x, x_row, width);
+    } else if (width > (kCount - 1) * kRowsPerPass) {
+      copy_rows<kCount>(stage, x, x_row, width);
+    } else {
+      load_x<kCount - 1>(stage, x, x_row, width);
+    }
+  }
+
+  template <int kCount>
+  __forceinline__ void copy_rows(int stage, const char* x, const u32 (&x_row)[kPasses],
+                                 int width) const {
+    const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, thread % 8);
+#pragma unroll
+    for (int pass = 0; pass < kCount; ++pass) {
+      if (pass == kCount - 1 && thread / 8 + pass * kRowsPerPass >= width) break;
+      const char* source = x + 16 * static_cast<u64>(x_row[pass]);
+#pragma unroll
+      for (int unit = 0; unit < kConfig.units(); ++unit) {
+        // Rows 16 apart share their place in the swizzle.
+        ptx::cp_async(target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128,
+                      source + unit * 2 * kUnitK);
       }
     }
+  }
+
+  // The same for a stage that K fills in part, with zeros for what lies behind K: short code.
+  void load_x_and_zeros(int stage, const char* x, int k_stage, int width) const {
     const int chunk = thread % 8;
-    const SmemAddress target = x_stage(stage) + x_tile_offset(thread / 8, chunk);
-    if ((k_stage + 1) * kConfig.block_k > p.k) {
-      // Zeros for what lies behind K.
+#pragma unroll 1
+    for (int token = thread / 8; token < width; token += kRowsPerPass) {
+      const u32 x_row = ptx::load_shared(smem.x_rows + 4 * token) + chunk;
+      const char* source = x + 16 * static_cast<u64>(x_row);
 #pragma unroll 1
       for (int unit = 0; unit < kConfig.units(); ++unit) {
         const bool exists = (k_stage * kConfig.units() + unit) * kUnitK + 8 * chunk < p.k;
-#pragma unroll
-        for (int pass = 0; pass < kCount; ++pass) {
-          // Rows 16 apart share their place in the swizzle.
-          if (pass == kCount - 1 && thread / 8 + pass * kRowsPerPass >= width) break;
-          const char* source = x + 16 * static_cast<u64>(x_row[pass]);
-          ptx::cp_async_or_zero(target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128,
-                                exists ? source + unit * 2 * kUnitK : source, exists);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int pass = 0; pass < kCount; ++pass) {
-        if (pass == kCount - 1 && thread / 8 + pass * kRowsPerPass >= width) break;
-        const char* source = x + 16 * static_cast<u64>(x_row[pass]);
-#pragma unroll
-        for (int unit = 0; unit < kConfig.units(); ++unit) {
-          ptx::cp_async(target + unit * kConfig.x_unit_bytes() + pass * kRowsPerPass * 128,
-                        source + unit * 2 * kUnitK);
-        }
+        ptx::cp_async_or_zero(
+            x_stage(stage) + unit * kConfig.x_unit_bytes() + x_tile_offset(token, chunk),
+            exists ? source + unit * 2 * kUnitK : source, exists);
       }
     }
   }
@@ -413,43 +416,38 @@ class Prefill {
       const int width = ptx::load_shared(width_note(at.stage));
       if (width == 0) return;
       const int feature_tile = ptx::load_shared(feature_note(at.stage));
-      multiply_tile_of<kConfig.block_m>(width, at, feature_tile);
+      multiply_tile_of<kConfig.min_width, kConfig.block_m>(width, at, feature_tile);
     }
   }
 
-  // Makes the tile's width a constant: counts down from kWidth. All of it is inlined by force, for
-  // a call anywhere makes ptxas serialise wgmma (C7510).
-  template <int kWidth>
+  // Makes the tile's width, one of kLow to kHigh, a constant. All of it is inlined by force, for a
+  // call anywhere makes ptxas serialise wgmma (C7510).
+  //
+  // Where ptxas puts what matters: the first jump to code that lies more than 64 KB behind the
+  // kernel's begin takes 3 us, and each width is 9 to 13 KB. With the multiplication in the `then`
+  // of each `if`, all comparisons stand side by side, and what is compared last comes first: two
+  // narrow widths are taken away, then a wide one, until one is left.
+  template <int kLow, int kHigh, int kTurn = 0>
   __forceinline__ void multiply_tile_of(int width, RingPosition<kConfig.stages>& at,
                                         int feature_tile) {
-    if constexpr (kWidth > kConfig.min_width) {
-      if (width <= kWidth - kConfig.width_step) {
-        return multiply_tile_of<kWidth - kConfig.width_step>(width, at, feature_tile);
-      }
+    constexpr bool kTakesLow = kTurn % 3 != 2;
+    constexpr int kWidth = kTakesLow ? kLow : kHigh, kStep = kConfig.width_step;
+    if constexpr (kLow == kHigh) {
+      multiply_tile<kWidth>(at, feature_tile);
+    } else if (width == kWidth) {
+      multiply_tile<kWidth>(at, feature_tile);
+    } else {
+      multiply_tile_of<kLow + (kTakesLow ? kStep : 0), kHigh - (kTakesLow ? 0 : kStep), kTurn + 1>(
+          width, at, feature_tile);
     }
-    multiply_tile<kWidth>(at, feature_tile);
   }
 
-  // Codes and scales of one unit: two row tiles of this lane.
-  struct Codes {
-    u32 words[2][4];
-    u32 scales[2][2];
-  };
+  // Two row tiles of a unit: warp w of the group owns 2 w and 2 w + 1 of its 128 features.
+  using Codes = UnitCodes<2>;
 
   __forceinline__ Codes load_codes(int stage, int unit, int stripe) const {
-    // Warp w of the group owns row tiles 2 w and 2 w + 1 of its 128 features.
     const SmemAddress source = weight_stage(stage) + (stripe * kConfig.units() + unit) * kUnitBytes;
-    const int row_tile = 2 * (warp() % 2);
-    Codes codes;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const U32x4 words = ptx::load_shared_x4(source + code_offset(row_tile + i, lane()));
-      const U32x2 pairs = ptx::load_shared_x2(source + scale_offset(row_tile + i, lane()));
-      codes.words[i][0] = words.x, codes.words[i][1] = words.y;
-      codes.words[i][2] = words.z, codes.words[i][3] = words.w;
-      codes.scales[i][0] = pairs.x, codes.scales[i][1] = pairs.y;
-    }
-    return codes;
+    return load_unit<2>(source, 2 * (warp() % 2), lane());
   }
 
   // k16 steps of a row tile that are multiplied as one group of wgmma. Two save some of what stands
@@ -521,14 +519,14 @@ class Prefill {
     ptx::wgmma_pin(sums[0]);
     ptx::wgmma_pin(sums[1]);
     // Warps behind N repeat the last stripe, and nothing of it is stored.
-    const int stripe = min_of(warp() / 2, tile_stripes(feature_tile) - 1);
+    const int stripe = min_of(warp() / 2, runs.tile_stripes(feature_tile) - 1);
     for (int k_stage = 0;; ++k_stage) {
       ring.wait_full(at);
       // cp.async wrote x as ordinary accesses do; wgmma reads through the async proxy, as boxes
       // are written.
       if constexpr (!kSorted) ptx::fence_proxy_async();
       multiply_stage<kWidth>(sums, at.stage, stripe);
-      if (k_stage == k_stages() - 1) break;
+      if (k_stage == runs.k_stages() - 1) break;
       release(at.stage);
       at.advance();
     }
@@ -577,6 +575,7 @@ class Prefill {
   int ordinary_left = 0;  // stages of weights that may leave L2 in ordinary turn
   int ordinary_rows = 0;  // most rows of a tile whose weights do
   const SegmentTable table{smem.table};
+  Runs<kConfig, kCluster> runs{p, table, smem.next_runs, smem.barriers + 24 * kConfig.stages};
 };
 
 template <PrefillConfig kConfig, class Addressing>

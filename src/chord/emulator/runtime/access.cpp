@@ -44,18 +44,6 @@ CounterState& counter_state(Region& region, const std::uint32_t* address) {
   return region.counters[address - reinterpret_cast<const std::uint32_t*>(region.begin)];
 }
 
-// What the running thread knows, for whoever acquires it.
-std::shared_ptr<const Foreign> released_knowledge() {
-  Thread& thread = *self;
-  const std::vector<Clock>& seen = thread.knowledge.seen;
-  auto snapshot = std::make_shared<Foreign>();
-  snapshot->clocks.resize(launch->blocks.size());
-  snapshot->clocks[thread.block->index].assign(seen.begin(),
-                                               seen.begin() + thread.block->slots.threads);
-  thread.advance();
-  return join_foreign(snapshot, thread.knowledge.foreign);
-}
-
 // What a place without a sum holds; the kernels' kNoSum.
 constexpr std::uint32_t kNoSum = 0xffffffffu;
 
@@ -72,6 +60,15 @@ void wake_partial_waiters(const void* address) {
 }
 
 }  // namespace
+
+std::shared_ptr<const Foreign> released_knowledge() {
+  Thread& thread = *self;
+  auto snapshot = std::make_shared<Foreign>();
+  snapshot->clocks.resize(launch->blocks.size());
+  snapshot->clocks[thread.block->index] = thread.knowledge.seen;
+  thread.advance();
+  return join_foreign(snapshot, thread.knowledge.foreign);
+}
 
 void read_shared(std::uint32_t address, void* value, int bytes, Where where) {
   touch();
@@ -98,7 +95,7 @@ void write_shared(std::uint32_t address, const void* value, int bytes, Where whe
   const Epoch writer{static_cast<std::uint16_t>(self->index), place_of(where), self->clock()};
   for (int offset = 0; offset < bytes; offset += 4) {
     Granule& granule = shared.granule(address + offset);
-    std::string why = shared.reject_write(granule, *self, false, self->block->slots);
+    std::string why = shared.reject_write(granule, self->knowledge, false, self->block->slots);
     if (!why.empty()) fail(where, why);
     shared.note_write(granule, writer);
   }

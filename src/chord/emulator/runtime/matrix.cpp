@@ -97,7 +97,7 @@ void store_matrix(Warp& warp) {
     check_row(warp, row, address, where);
     for (int offset = 0; offset < 16; offset += 4) {
       Granule& granule = shared.granule(address + offset);
-      std::string why = shared.reject_write(granule, thread, false, block.slots);
+      std::string why = shared.reject_write(granule, thread.knowledge, false, block.slots);
       if (!why.empty()) fail(where, text("(row of lane %d) ", row) + why);
       shared.note_write(granule, epoch);
     }

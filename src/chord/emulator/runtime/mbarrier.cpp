@@ -30,11 +30,28 @@ void release_to(Mbarrier& barrier) {
   self->advance();
 }
 
+// Barriers are told to other blocks by the barrier of the cluster behind fence_mbarrier_init.
+void check_told(const Block& block, const Mbarrier& barrier, const char* action, Where where) {
+  if (block.alive == 0) {
+    fail(where, text("%s %s of block %d, which has ended", action, barrier_text(barrier).c_str(),
+                     block.index));
+  }
+  if (barrier.told < 0 || barrier.told >= self->cluster_waits) {
+    fail(where, text("%s %s of block %d, of which it has not heard: fence_mbarrier_init and "
+                     "cluster_arrive there, then cluster_wait here",
+                     action, barrier_text(barrier).c_str(), block.index));
+  }
+}
+
 }  // namespace
 
 Mbarrier& find_barrier(Block& block, std::uint32_t address, const char* action, Where where) {
   for (Mbarrier& barrier : block.mbarriers) {
     if (barrier.address != address) continue;
+    if (self != nullptr && self->block != &block) {
+      check_told(block, barrier, action, where);
+      return barrier;
+    }
     if (self != nullptr &&
         self->knowledge.seen[barrier.initialised.slot] < barrier.initialised.clock) {
       fail(where, std::string(action) + " " + barrier_text(barrier) + ", which thread " +
@@ -98,7 +115,7 @@ void mbarrier_init(std::uint32_t address, int arrivals, Where where) {
   const Epoch initialised{static_cast<std::uint16_t>(self->index), place_of(where), self->clock()};
   for (int offset = 0; offset < kBarrierBytes; offset += 4) {
     Granule& granule = shared.granule(address + offset);
-    std::string why = shared.reject_write(granule, *self, false, block.slots);
+    std::string why = shared.reject_write(granule, self->knowledge, false, block.slots);
     if (!why.empty()) fail(where, why);
     shared.note_write(granule, {kBarrier, initialised.place, 0});
   }
@@ -124,6 +141,12 @@ void mbarrier_arrive(std::uint32_t address, Where where) {
   Mbarrier& barrier = find_barrier(*self->block, address, "arrives at", where);
   release_to(barrier);
   arrive(*self->block, barrier, "arrives at", where);
+}
+
+void arrive_from_afar(Block& block, std::uint32_t address, Where where) {
+  Mbarrier& barrier = find_barrier(block, address, "arrives at", where);
+  barrier.arrivals.foreign = join_foreign(barrier.arrivals.foreign, released_knowledge());
+  arrive(block, barrier, "arrives at", where);
 }
 
 void mbarrier_arrive_expect_bytes(std::uint32_t address, int bytes, Where where) {

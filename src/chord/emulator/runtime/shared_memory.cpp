@@ -104,10 +104,9 @@ std::string SharedMemory::reject_add(const Granule& granule, const std::vector<C
   return why.empty() ? reject_behind_reads(granule, "adds to", known, slots) : why;
 }
 
-std::string SharedMemory::reject_write(const Granule& granule, const Thread& writer,
+std::string SharedMemory::reject_write(const Granule& granule, const Knowledge& known,
                                        bool by_async_proxy, const Slots& slots) const {
   const Epoch& write = granule.write;
-  const Knowledge& known = writer.knowledge;
   if (write.slot == kInFlight) {
     return "overwrites the target of a copy that is still in flight, issued at " +
            place_text(write.place);

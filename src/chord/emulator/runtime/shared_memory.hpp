@@ -50,7 +50,7 @@ class SharedMemory {
                           const Slots& slots) const;
   std::string reject_read_by_async_proxy(const Granule& granule, const Knowledge& known,
                                          const Slots& slots) const;
-  std::string reject_write(const Granule& granule, const Thread& writer, bool by_async_proxy,
+  std::string reject_write(const Granule& granule, const Knowledge& known, bool by_async_proxy,
                            const Slots& slots) const;
 
   // Additions do not wait for each other.
