@@ -134,10 +134,10 @@ def test_a_choice_stays_where_it_is_as_fast() -> None:
         return tune.Measured(problem, times, dict(times))
 
     rows = tune.profile_rows(
-        [row(8, (one, 10.0)), row(16, (two, 20.0), (one, 20.1)), row(32, (two, 30.0), (one, 31.0))]
+        [row(8, (one, 10.0)), row(16, (two, 20.0), (one, 20.06)), row(32, (two, 30.0), (one, 30.3))]
     )
     assert [row["config"] for row in rows] == [one.fields(), one.fields(), two.fields()]
-    assert [row["us"] for row in rows] == [10.0, 20.1, 30.0]
+    assert [row["us"] for row in rows] == [10.0, 20.06, 30.0]
 
 
 def test_close_candidates_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

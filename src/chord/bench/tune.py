@@ -40,7 +40,7 @@ _FINALISTS, _CLOSE = 3, 1.06
 _NEAR, _EVEN_SHARE = 1.03, 0.75
 # The choice of the row before stays where it is this close to the fastest: neighbouring problems
 # then run the same kernel, and time grows without steps.
-_AS_FAST = 1.01
+_AS_FAST = 1.005
 # Beyond the largest measured row count the cost model decides again.
 _LAST_STRETCH = 1.25
 # A configuration that needs more than this times the passes over each expert that the one with the
