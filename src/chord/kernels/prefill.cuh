@@ -10,6 +10,10 @@
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
 //            warps, once more than they store batches of a tile (epilogue.cuh).
+// Cluster    of two blocks, where rows lie sorted and are many: they multiply neighbouring feature
+//            tiles of the same rows at the same time, and each asks for half of the boxes of x for
+//            both. both_empty[s]: one arrival of the other block's loader; and two barriers around
+//            the number of the next run (runs.cuh).
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
