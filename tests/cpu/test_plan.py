@@ -149,9 +149,7 @@ def test_a_grid_has_whole_clusters(num_sms: int, blocks: int) -> None:
 
 
 def test_blocks_share_rows_where_they_lie_sorted_and_no_layer_runs() -> None:
-    names = ("Indexed", "ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedGateUp")
-    names += ("RoutedGateUpWeighted", "RoutedDown")
-    sharing = [name for name in names if addressing_layout(name).may_share_rows]
+    sharing = [name for name in legality.ADDRESSINGS if addressing_layout(name).may_share_rows]
     assert sharing == ["ContiguousOffsets", "ContiguousIndices", "Masked"]
 
 

@@ -46,7 +46,7 @@ namespace {{
 void enter(const void* params) {{ {ENTRY}(*static_cast<const chord::{words}Params*>(params)); }}
 }}  // namespace
 
-const ChordUnit chord_unit{{enter, {kernel.num_threads}, {kernel.shared_bytes}, 1}};
+const ChordUnit chord_unit{{enter, {kernel.num_threads}, {kernel.shared_bytes}}};
 """
 
 

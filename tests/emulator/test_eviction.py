@@ -36,7 +36,7 @@ static void enter(const void* params) {
   ptx::store_global(p.out + 2, ordinary_stages<RoutedDown>(p.stages, p.stage_bytes, p.share));
 }
 
-const ChordUnit chord_unit{enter, 32, 1024, 1};
+const ChordUnit chord_unit{enter, 32, 1024};
 """
 H200 = devices.known("h200")
 H200_SHARE = H200.l2_bytes // H200.num_sms

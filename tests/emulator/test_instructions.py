@@ -257,6 +257,13 @@ def test_additions_to_shared_memory() -> None:
     assert torch.equal(result, (1000 * torch.arange(8) + threads.sum(0)).int())
 
 
+def fill_in(body: str, words: dict[str, str]) -> str:
+    """Put texts in the place of words of a body."""
+    for word, text in words.items():
+        body = re.sub(rf"\b{word}\b", text, body)
+    return body
+
+
 BOX = """
   alignas(64) const u64 map[16] = {reinterpret_cast<u64>(p.in), ROWS, 96, 192};
   const SmemAddress barrier = smem + 4096;
@@ -277,10 +284,7 @@ X_ROWS = 20
 def box_body(k: int = 0, row: int = 0, **words: str) -> str:
     """Return a body that copies the box at (row, k) of bf16 [ROWS, 96] and shows its bytes."""
     words = {"ROWS": str(X_ROWS), "FENCE": "ptx::fence_mbarrier_init()", "TARGET": "smem"} | words
-    body = BOX
-    for word, text in (words | {"K": str(k), "ROW": str(row)}).items():
-        body = re.sub(rf"\b{word}\b", text, body)
-    return body
+    return fill_in(BOX, words | {"K": str(k), "ROW": str(row)})
 
 
 @pytest.mark.parametrize("target", ("smem", "smem + 1024"))
@@ -339,10 +343,7 @@ def ring_body(**words: str) -> str:
     """Return a body that hands numbers around a cluster of three."""
     usual = {"FENCE": "ptx::fence_mbarrier_init()", "ARRIVE": "ptx::cluster_arrive()"}
     usual |= {"WAIT": "ptx::cluster_wait()", "BYTES": "4", "TO": "next"}
-    body = RING
-    for word, text in (usual | words).items():
-        body = body.replace(word, text)
-    return body
+    return fill_in(RING, usual | words)
 
 
 def test_blocks_of_a_cluster_store_to_each_other() -> None:

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 
 from chord.errors import InputError
+from chord.plan.legality import SORTED_ADDRESSINGS
 
 _CODES = {"pointer": "P", "int": "i", "float": "f", "padding": "4x", "map": "128s"}
 _MAP_ALIGNMENT = 64
@@ -75,7 +76,7 @@ class AddressingLayout:
     @property
     def may_share_rows(self) -> bool:
         """Whether blocks of a cluster may copy rows of x for each other (kernels/stage.cuh)."""
-        return any(kind == "map" for _, kind in self.fields) and not self.is_stage
+        return self.name in SORTED_ADDRESSINGS and not self.is_stage
 
     @property
     def packer(self) -> struct.Struct:

@@ -88,10 +88,13 @@ void cluster_store(std::uint32_t address, int value, std::uint32_t barrier_addre
 }
 
 void cluster_mbarrier_arrive(std::uint32_t address, Where where) {
-  touch();
   Block& block = block_at(address);
-  if (&block == self->block) return mbarrier_arrive(address & kPlaceMask, where);
-  arrive_from_afar(block, address & kPlaceMask, where);
+  const std::uint32_t place = address & kPlaceMask;
+  if (&block == self->block) return mbarrier_arrive(place, where);
+  touch();
+  Mbarrier& barrier = find_barrier(block, place, "arrives at", where);
+  barrier.arrivals.foreign = join_foreign(barrier.arrivals.foreign, released_knowledge());
+  arrive(block, barrier, "arrives at", where);
 }
 
 }  // namespace chord::emulator

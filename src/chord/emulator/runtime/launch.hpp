@@ -6,7 +6,7 @@ struct ChordUnit {
   void (*entry)(const void* params);
   int threads;
   int smem_bytes;
-  int cluster;  // blocks of a cluster
+  int cluster = 1;  // blocks of a cluster
 };
 
 // One tensor that the kernel may touch; `use` as in global_memory.hpp.

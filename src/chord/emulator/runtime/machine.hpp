@@ -282,8 +282,6 @@ void check_announced(const Block& block, const Mbarrier& barrier, Where where);
 void try_complete(Mbarrier& barrier);
 
 void arrive(Block& block, Mbarrier& barrier, const char* action, Where where);
-// The running thread's arrival at a barrier of another block of its cluster.
-void arrive_from_afar(Block& block, std::uint32_t address, Where where);
 
 // What the running thread knows of another block. Whether the async proxy may rely on it is not
 // told between blocks.

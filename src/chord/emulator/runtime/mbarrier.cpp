@@ -143,12 +143,6 @@ void mbarrier_arrive(std::uint32_t address, Where where) {
   arrive(*self->block, barrier, "arrives at", where);
 }
 
-void arrive_from_afar(Block& block, std::uint32_t address, Where where) {
-  Mbarrier& barrier = find_barrier(block, address, "arrives at", where);
-  barrier.arrivals.foreign = join_foreign(barrier.arrivals.foreign, released_knowledge());
-  arrive(block, barrier, "arrives at", where);
-}
-
 void mbarrier_arrive_expect_bytes(std::uint32_t address, int bytes, Where where) {
   touch();
   Mbarrier& barrier = find_barrier(*self->block, address, "arrives at", where);
