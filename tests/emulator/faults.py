@@ -531,17 +531,17 @@ DIRECT = (
     ),
     # --- the schedule
     Fault(
-        "the block is not synchronised after the schedule",
+        "the block is not synchronised before x is waited for",
         "direct.cuh",
-        "addressing.num_positions()); } ptx::sync_block();",
-        "addressing.num_positions()); }",
+        "load_rows(first_tile + place); ptx::sync_block();",
+        "load_rows(first_tile + place);",
         f"{_EARLY}|without synchronising since|no mbarrier has been set up",
     ),
     Fault(
         "a warp reads its schedule before it has written it",
         "schedule.cuh",
-        "ptx::sync_warp(); if (all_one) return;",
-        "if (all_one) return;",
+        "ptx::sync_warp(); if (all_one) return ptx",
+        "if (all_one) return ptx",
         _EARLY,
     ),
     Fault(
@@ -550,13 +550,6 @@ DIRECT = (
         "SegmentTable(base + 4 * 32 * part, counts + 8 * part)",
         "SegmentTable(base, counts)",
         "overwrites what|without having waited",
-    ),
-    Fault(
-        "rows are taken as known that nobody has asked for",
-        "direct.cuh",
-        "if (position < rows_kept)",
-        "if (true)",
-        f"{WRONG_RESULT}|{_EARLY}|outside",
     ),
     # --- x
     Fault(
@@ -571,7 +564,7 @@ DIRECT = (
         "direct.cuh",
         "ptx::mbarrier_wait(x_barrier(where), phase);",
         "ptx::mbarrier_wait(x_barrier(where), phase ^ 1);",
-        _EARLY,
+        f"{_EARLY}|deadlock",
     ),
     Fault(
         "x of a further group is waited for with the parity of the first",
@@ -615,47 +608,64 @@ DIRECT = (
         "weights are overwritten before they are multiplied",
         "direct.cuh",
         "for (int u = 0; u < kUnits; ++u) { #pragma unroll",
-        "for (int u = 0; u < kUnits; ++u) { if (has_next) load_unit(units[u], next, u);",
-        WRONG_RESULT,
+        "for (int u = 0; u < kUnits; ++u) { if (has_next) load_unit(units[u], next_source, u);",
+        f"outside every tensor|{WRONG_RESULT}",
     ),
     Fault(
         "weights of the next task are never asked for",
         "direct.cuh",
-        "if (has_next) load_unit(units[u], next, u);",
+        "if (has_next) load_unit(units[u], next_source, u);",
         "(void)next, (void)has_next;",
         WRONG_RESULT,
     ),
     Fault(
         "the first weights are all of the first unit",
         "direct.cuh",
-        "load_unit(units[u], task, u);",
-        "load_unit(units[u], task, 0);",
+        "load_unit(units[u], source, u);",
+        "{ Source first = source; load_unit(units[u], first, u); }",
         WRONG_RESULT,
     ),
     Fault(
         "weights are those of the neighbour's features",
         "direct.cuh",
-        "const int row_tile = task.features % kTasksPerStripe * kRowTiles + i;",
-        "const int row_tile = task.features % kTasksPerStripe * kRowTiles + (i ^ 1);",
+        "const int row_tile = task.features % kTasksPerStripe * kRowTiles;",
+        "const int row_tile = (task.features + 1) % kTasksPerStripe * kRowTiles;",
         WRONG_RESULT,
     ),
     Fault(
         "weights behind the last unit are read",
         "direct.cuh",
-        "if (u < k_units()) {",
-        "if (true) {",
+        "u + 1 < k_units() ? kUnitBytes : 0",
+        "kUnitBytes",
         f"outside every tensor|{WRONG_RESULT}",
     ),
     Fault(
         "the expert of a further tile is the first one's",
         "direct.cuh",
-        "task.expert = table.find(task.row_tile).expert;",
+        "task.expert = expert_of(task.row_tile);",
         "",
         WRONG_RESULT,
     ),
 )
 
 # Tiles of two eights.
+# Where tiles are items, and where they are not for one has no rows.
+DIRECT_ITEMS = (
+    Fault(
+        "a tile has its neighbour's expert",
+        "direct.cuh",
+        "ptx::shuffle(tile_expert, row_tile % 32)",
+        "ptx::shuffle(tile_expert, (row_tile + 1) % 32)",
+        WRONG_RESULT,
+    ),
+    Fault(
+        "tiles are taken for items behind items that count for nothing",
+        "schedule.cuh",
+        "ptx::ballot(lane_ < begins && !item.begins()) == 0 ? item.own : -1",
+        "item.own",
+        WRONG_RESULT,
+    ),
+)
 DIRECT_EIGHTS = (
     *(fault for fault in DECODE if fault.name == "one store buffer instead of two"),
     Fault(

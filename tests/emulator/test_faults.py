@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from faults import BATCHES, DECODE, DIRECT, DIRECT_EIGHTS, EARLY, PREFILL, SHARED, SORTED, Fault
+from faults import (
+    BATCHES,
+    DECODE,
+    DIRECT,
+    DIRECT_EIGHTS,
+    DIRECT_ITEMS,
+    EARLY,
+    PREFILL,
+    SHARED,
+    SORTED,
+    Fault,
+)
 from launches import (
     DIRECT_8,
     DIRECT_16,
@@ -70,6 +81,17 @@ def test_planted_fault_in_sorted_rows_is_noticed(fault: Fault) -> None:
     replaced = fault.replaced()
     with pytest.raises((EmulatorError, AssertionError), match=fault.message):
         check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1, replaced=replaced)
+
+
+@pytest.mark.parametrize("fault", DIRECT_ITEMS, ids=lambda fault: fault.name)
+def test_planted_fault_in_tiles_that_are_items_is_noticed(fault: Fault) -> None:
+    """One of the two inputs shows it; without the fault both are right."""
+    few = [grouped_inputs(counts, 72, 160, "offsets32") for counts in ((3, 5, 8), (3, 0, 5, 8))]
+    for made in few:
+        check(DIRECT_8, made, 2, seed=1)
+    with pytest.raises((EmulatorError, AssertionError), match=fault.message):
+        for made in few:
+            check(DIRECT_8, made, 2, seed=1, replaced=fault.replaced())
 
 
 def shared_rows() -> Inputs:

@@ -341,8 +341,8 @@ BLOCKS_WITHOUT_WORK_END = [
 ROWS_ARE_ASKED_FOR_EARLY = Fault(
     "rows of x are asked for before the kernel before has written them",
     "direct.cuh",
-    "await<Addressing, Awaits::kRows>(); if (place",
-    "if (place",
+    "await<Addressing, Awaits::kRows>(); if (kWeightsFirst",
+    "if (kWeightsFirst",
     "kernel before may still write, without having waited for",
 )
 

@@ -64,8 +64,8 @@ struct DirectConfig {
   constexpr int x_tile_bytes() const { return max_tokens * x_row_bytes(); }
   constexpr int note_bytes() const { return 4 + 8 * max_tokens; }
   constexpr int smem_bytes() const {
-    return warps * (x_tile_bytes() + kStoreBytesPerWarp + 8 + note_bytes()) + 4 * threads() +
-           kSegmentTableBytes + kScheduleScratchBytes;
+    return warps * (x_tile_bytes() + kStoreBytesPerWarp + 8 + note_bytes()) + kSegmentTableBytes +
+           kScheduleScratchBytes;
   }
 };
 

@@ -187,16 +187,18 @@ class Decode {
   __forceinline__ void load_all_weights(int begin, int end) {
     RingPosition<kConfig.stages> at;
     Cursor cursor = cursor_at(begin);
-    int expert = table.find(cursor.row_tile).expert;
+    Segment segment = table.find(cursor.row_tile);
     const int ordinary_end =
         begin + ordinary_stages<Addressing>(end - begin, kConfig.weight_stage_bytes(), p.l2_share);
     for (int chunk = begin; chunk < end; ++chunk) {
       ring.wait_empty(at);
-      load_weights(at.stage, cursor, expert, chunk < ordinary_end);
+      // Row tiles of one segment read the same weights at different times, for runs begin anywhere.
+      const bool is_ordinary = chunk < ordinary_end || segment.num_tiles > 1;
+      load_weights(at.stage, cursor, segment.expert, is_ordinary);
       at.advance();
       const bool tile_done = ++cursor.k_chunk == k_chunks();
       if (tile_done && next_tile(cursor) && chunk + 1 < end) {
-        expert = table.find(cursor.row_tile).expert;
+        segment = table.find(cursor.row_tile);
       }
     }
   }

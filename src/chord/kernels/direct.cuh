@@ -49,8 +49,7 @@ class Direct {
     SmemAddress store = x + kConfig.warps * kConfig.x_tile_bytes();
     SmemAddress barriers = store + kConfig.warps * kStoreBytesPerWarp;
     SmemAddress notes = barriers + 8 * kConfig.warps;
-    SmemAddress rows = notes + kConfig.warps * kConfig.note_bytes();
-    SmemAddress table = rows + 4 * kConfig.threads();
+    SmemAddress table = notes + kConfig.warps * kConfig.note_bytes();
     SmemAddress scratch = table + kSegmentTableBytes;  // or counts of the warps' own tables
   };
   static_assert(32 * kConfig.warps <= kMaxSegments && 8 * kConfig.warps <= kScheduleScratchBytes,
@@ -88,40 +87,38 @@ class Direct {
   int tasks_per_row_tile() const { return kTasksPerStripe * stripes(); }
 
   // A few items are each warp's own affair. What else comes from cold memory is asked for at the
-  // same time, for behind the weights it would be there as late as they: numbers of the first rows,
-  // which all warps share, and x.
+  // same time, for behind the weights it would be there as late as they.
   __forceinline__ void build_schedule() {
     const WarpScheduleBuilder<Addressing> own(addressing, p.num_experts, lane);
-    int row = -1;
     if constexpr (kKnowsInputs) {
-      const int thread = ptx::thread_idx();
-      if (thread < addressing.num_positions()) row = addressing.output_row(thread);
-      if (warp == kConfig.warps / 2) ask_for_x();
+      if (warp == kConfig.warps / 2) ask_for_inputs();
     }
-    if (ptx::thread_idx() == 0) {
-      for (int place = 0; place < kConfig.warps; ++place) {
-        ptx::mbarrier_init(x_barrier(place), 32 + 1);
-      }
+    if (lane == 0) {
+      ptx::mbarrier_init(x_barrier(place), 32 + 1);
       ptx::fence_mbarrier_init();
     }
-    if (!own.has_all()) {
+    if (own.has_all()) {
+      table = SegmentTable(smem.table, warp, smem.scratch);
+      tile_expert = own.build(table, kConfig.max_tokens);
+    } else {
       ScheduleBuilder<kConfig.threads(), false, Addressing>(addressing, p.num_experts)
           .build(table, smem.scratch, kConfig.max_tokens);
-      return;
     }
-    table = SegmentTable(smem.table, warp, smem.scratch);
-    own.build(table, kConfig.max_tokens);
-    if constexpr (kKnowsInputs) {
-      ptx::store_shared(smem.rows + 4 * ptx::thread_idx(), row);
-      rows_kept = min_of(kConfig.threads(), addressing.num_positions());
-    }
-    ptx::sync_block();
   }
 
-  // Brings x to L2, a line of 128 bytes a lane, if it is not long. (Into the shared memory of every
-  // block: 0.5 us and more lost, for all of them ask for the same lines.)
-  void ask_for_x() const {
+  int expert_of(int row_tile) const {
+    const int expert = ptx::shuffle(tile_expert, row_tile % 32);
+    return expert >= 0 ? expert : table.find(row_tile).expert;
+  }
+
+  // Brings the numbers of the rows and x to L2, lines of 128 bytes a lane, if they are not long.
+  // (Into the shared memory of every block: 0.5 us and more lost, for all of them ask for the same
+  // lines.)
+  void ask_for_inputs() const {
     const int line = ptx::block_idx() * 32 + lane;
+    if (32 * line < addressing.num_positions()) {
+      ptx::prefetch(addressing.p.row_ids + 32 * line);
+    }
     if (line < static_cast<i64>(addressing.num_inputs()) * p.k / 64) {
       ptx::prefetch(static_cast<const char*>(p.x) + 128 * line);
     }
@@ -134,11 +131,6 @@ class Direct {
     }
   }
 
-  int output_row(int position) const {
-    if (position < rows_kept) return ptx::load_shared(smem.rows + 4 * position);
-    return addressing.output_row(position);
-  }
-
   // Moves on by `tasks`.
   void advance(Task& task, int tasks) const {
     task.features += tasks;
@@ -146,40 +138,48 @@ class Direct {
     for (; task.features >= tasks_per_row_tile(); ++task.row_tile) {
       task.features -= tasks_per_row_tile();
     }
-    task.expert = table.find(task.row_tile).expert;
+    task.expert = expert_of(task.row_tile);
   }
 
-  // A unit behind the last has zeros, as x has there: no branch, so all are on their way at once.
-  void load_unit(Unit& unit, const Task& task, int u) const {
+  // Where the lane finds its part of a task's first unit; further units follow kUnitBytes apart.
+  struct Source {
+    const char* codes;
+    const char* scales;
+  };
+  Source source_of(const Task& task) const {
     const i64 offset =
-        unit_offset(task.expert, task.features / kTasksPerStripe, u, stripes(), k_units());
-    const char* source = static_cast<const char*>(p.weight) + offset;
+        unit_offset(task.expert, task.features / kTasksPerStripe, 0, stripes(), k_units());
+    const char* unit = static_cast<const char*>(p.weight) + offset;
+    const int row_tile = task.features % kTasksPerStripe * kRowTiles;
+    return {unit + code_offset(row_tile, lane), unit + scale_offset(row_tile, lane)};
+  }
+
+  // Loads unit `u` and moves on to the next. Units behind the last are the last again, for x has
+  // zeros there: no branch, so that all are on their way at once.
+  void load_unit(Unit& unit, Source& source, int u) const {
     const u64 policy = ptx::evict_first();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const int row_tile = task.features % kTasksPerStripe * kRowTiles + i;
-      U32x4 words{0, 0, 0, 0};
-      U32x2 scales{0, 0};
-      if (u < k_units()) {
-        words = ptx::load_weights_x4(source + code_offset(row_tile, lane), policy);
-        scales = ptx::load_weights_x2(source + scale_offset(row_tile, lane), policy);
-      }
-      unit.set(i, words, scales);
+      unit.set(i, ptx::load_weights_x4(source.codes + i * kRowTileCodeBytes, policy),
+               ptx::load_weights_x2(source.scales + i * kRowTileScaleBytes, policy));
     }
+    const int step = u + 1 < k_units() ? kUnitBytes : 0;
+    source.codes += step;
+    source.scales += step;
   }
-  void load_units(Unit (&units)[kUnits], const Task& task) const {
+  void load_units(Unit (&units)[kUnits], Source source) const {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) load_unit(units[u], task, u);
+    for (int u = 0; u < kUnits; ++u) load_unit(units[u], source, u);
   }
 
-  // Finds the rows of a tile, notes them in place `place` and brings their x. Tokens without a row
+  // Finds the rows of a tile, notes them in the warp's place and brings their x. Tokens without a row
   // read x of one that has one, for their sums are dropped.
-  void load_rows(int row_tile, int place) const {
+  void load_rows(int row_tile) const {
     const Segment segment = table.find(row_tile);
     const int rows_per_tile = segment.rows_per_tile();
     const int position = segment.row_begin + (row_tile - segment.first_tile) * rows_per_tile + lane;
     const bool exists = lane < rows_per_tile && position < segment.row_end;
-    const int row = exists ? output_row(position) : -1;
+    const int row = exists ? addressing.output_row(position) : -1;
     const u32 valid = ptx::ballot(row >= 0);
     // A tile of padding alone gets row 0 of x.
     const u32 read = valid == 0 ? 1 : valid;
@@ -211,18 +211,19 @@ class Direct {
     const int per_tile = tasks_per_row_tile();
     int first_tile = begin / static_cast<u32>(per_tile);
     const int first_features = begin - first_tile * per_tile;
-    Task next{first_tile, first_features, table.find(first_tile).expert};
+    Task next{first_tile, first_features, expert_of(first_tile)};
     if (warp < count) advance(next, warp);
     Unit units[kUnits];
     // Stages ask for weights while they wait for rows; others ask for rows first, so that these are
     // there before the weights. The last warps, which may have no task, bring the first tiles.
     constexpr bool kWeightsFirst = awaits<Addressing, Awaits::kRows>();
-    const int place = kConfig.warps - 1 - warp;
     int tasks_behind = first_features + count;  // from the first of the tile on
-    if (kWeightsFirst && warp < count) load_units(units, next);
+    const bool brings_rows = place * per_tile < tasks_behind;
+    if (!kWeightsFirst && brings_rows) load_rows(first_tile + place);
+    if (warp < count) load_units(units, source_of(next));
     await<Addressing, Awaits::kRows>();
-    if (place * per_tile < tasks_behind) load_rows(first_tile + place, place);
-    if (!kWeightsFirst && warp < count) load_units(units, next);
+    if (kWeightsFirst && brings_rows) load_rows(first_tile + place);
+    ptx::sync_block();  // the barriers of x are there
     int left = count - warp;
     for (u32 phase = 0;; phase ^= 1) {
       while (left > 0 && next.row_tile < first_tile + kConfig.warps) {
@@ -242,7 +243,7 @@ class Direct {
       if (tasks_behind <= 0) return;
       ptx::fence_proxy_async();
       ptx::sync_block();  // all have read the rows of these tiles
-      if (place * per_tile < tasks_behind) load_rows(first_tile + place, place);
+      if (place * per_tile < tasks_behind) load_rows(first_tile + place);
     }
   }
 
@@ -250,6 +251,7 @@ class Direct {
   __forceinline__ void multiply_task(Unit (&units)[kUnits], int place, const Task& task,
                                      const Task& next, bool has_next) {
     float sums[kRowTiles][kEights][4] = {};
+    Source next_source = source_of(next);
     // ldmatrix: lanes 8 m to 8 m + 7 address the 16 bytes of K block m of tokens 0 to 7.
     SmemAddress x[kEights];
 #pragma unroll
@@ -263,7 +265,7 @@ class Direct {
         mma_group(sums, units[u], group,
                   [&](int eight) { return x[eight] + (2 * u + group) * 2 * kGroupK; });
       }
-      if (has_next) load_unit(units[u], next, u);
+      if (has_next) load_unit(units[u], next_source, u);
     }
     int output_row[kEights];  // of token 8 e + lane / 4
 #pragma unroll
@@ -289,8 +291,9 @@ class Direct {
   const Smem smem;
   const int warp = ptx::thread_idx() / 32;
   const int lane = ptx::thread_idx() % 32;
+  const int place = kConfig.warps - 1 - warp;  // of the tiles whose rows the warp brings
   SegmentTable table{smem.table};
-  int rows_kept = 0;  // positions whose output rows lie in shared memory
+  int tile_expert = -1;  // of tile `lane`, if known
 };
 
 template <DirectConfig kConfig, class Addressing>

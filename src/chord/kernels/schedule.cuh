@@ -273,16 +273,19 @@ class WarpScheduleBuilder {
 
   bool has_all() const { return !writer_.addressing().is_item(32, end_); }
 
-  void build(SegmentTable table, int max_rows) const {
+  // Returns the expert of tile `lane` where tiles are the first items one by one, as they mostly
+  // are, else -1.
+  int build(SegmentTable table, int max_rows) const {
     int begins = 0, ends = 0;
     const Item item = writer_.valid(lane_, item_, end_);
     const bool one_tile_each = writer_.write(table, lane_, item, max_rows, begins, ends);
     if (lane_ == 0) table.write_counts(begins, begins);
     const bool all_one = ptx::ballot(!one_tile_each) == 0;
     ptx::sync_warp();
-    if (all_one) return;
+    if (all_one) return ptx::ballot(lane_ < begins && !item.begins()) == 0 ? item.own : -1;
     writer_.number_tiles(table, begins, max_rows);
     ptx::sync_warp();
+    return -1;
   }
 
  private:

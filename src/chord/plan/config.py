@@ -152,7 +152,7 @@ class DirectConfig(_Rendered):
         """Return the dynamic shared memory of a block."""
         tile = self.max_tokens * (2 * self.max_k + 16) + 8 + 4 + 8 * self.max_tokens
         fixed = _SCHEDULE_SCRATCH_BYTES + _SEGMENT_TABLE_BYTES
-        return self.warps * (tile + _STORE_BYTES_PER_WARP) + 4 * self.threads() + fixed
+        return self.warps * (tile + _STORE_BYTES_PER_WARP) + fixed
 
     def partial_floats(self) -> int:
         """Return 0: a tile is one warp's."""
