@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from chord.device import DeviceFacts, facts_of
 from chord.plan.config import Config, shipped_configs
 from chord.plan.legality import reject
 from chord.plan.problem import GemmProblem
+from chord.plan.select import rows_that_count
 from chord.timing import Call, measure_in_turns, method
 
 BLOCK_M = 16
@@ -119,14 +121,18 @@ _GROUPED = {
     "grouped_prefill": Series(_ROWS_PER_EXPERT, "contiguous", "uneven"),
     "grouped_decode": Series(_ROWS_PER_EXPERT, "masked", "uneven"),
 }
-PROFILE_NAMES = ("", *_GROUPED)
+LAYER_PROFILE = "layer"  # what `chord.bench.tune_layer` measures
+PROFILE_NAMES = ("", *_GROUPED, LAYER_PROFILE)
+
+Choice = TypeVar("Choice")
+"""What is measured: a configuration, or several that run one after the other."""
 
 
 def tasks(profile: str) -> list[Task]:
     """Return what a profile measures: Kimi K2's layer, whole experts or a slice of all.
 
     Args:
-        profile: One of PROFILE_NAMES.
+        profile: One of PROFILE_NAMES but LAYER_PROFILE.
     """
     whole, sliced = layer(7168, 2048), layer(7168, 2048, tp=8)
     if profile == "":
@@ -190,9 +196,9 @@ def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) ->
 
 
 def score(
-    times: Sequence[tuple[Config, float]],
-    skewed: Callable[[list[Config]], dict[Config, Call]],
-) -> dict[Config, float]:
+    times: Sequence[tuple[Choice, float]],
+    skewed: Callable[[list[Choice]], dict[Choice, Call]],
+) -> dict[Choice, float]:
     """Return what configurations are chosen by where loads may be skewed.
 
     Args:
@@ -214,7 +220,7 @@ def score(
     }
 
 
-def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
+def fastest_first(calls: dict[Choice, Call]) -> list[tuple[Choice, float]]:
     """Time the calls in turns; those close to the fastest again among themselves.
 
     Args:
@@ -224,7 +230,7 @@ def fastest_first(calls: dict[Config, Call]) -> list[tuple[Config, float]]:
         Configurations with their medians in microseconds, fastest first.
     """
 
-    def look(configs: Iterable[Config], repeat_ms: float) -> dict[Config, float]:
+    def look(configs: Iterable[Choice], repeat_ms: float) -> dict[Choice, float]:
         chosen = {config: calls[config] for config in configs}
         times = measure_in_turns(chosen, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms)
         return {config: timing.median_us for config, timing in times.items()}
@@ -247,11 +253,7 @@ def profile_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:
     Args:
         measured: Rows of one task, fewest rows first.
     """
-    grouped = measured[0].problem.addressing != "Indexed"
-    counts = [
-        math.ceil(row.problem.rows_per_expert) if grouped else row.problem.planned_rows
-        for row in measured
-    ]
+    counts = [rows_that_count(row.problem) for row in measured]
     ends = [math.isqrt(low * high) for low, high in itertools.pairwise(counts)]
     ends.append(int(counts[-1] * _LAST_STRETCH))
     rows: list[dict[str, object]] = []

@@ -10,7 +10,7 @@ import typer
 from chord.cli.console import console, progress
 
 if TYPE_CHECKING:
-    from chord.bench.tune import Measured, Task
+    from chord.bench.tune import Measured
     from chord.plan.config import Config
 
 
@@ -18,8 +18,9 @@ def tune(
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            help="Profile to measure: indexed, grouped_prefill (rows sorted by expert) or "
-            "grouped_decode (rows in slots); repeat for several. Default: all."
+            help="Profile to measure: indexed, grouped_prefill (rows sorted by expert), "
+            "grouped_decode (rows in slots) or layer (both GEMMs inside of chord.fused_moe); "
+            "repeat for several. Default: all."
         ),
     ] = None,
     out: Annotated[
@@ -42,25 +43,34 @@ def tune(
         raise UnsupportedError("tuning measures on a GPU, and PyTorch sees none here")
     facts = facts_of(torch.cuda.current_device())
     for name in profile or known:
-        rows = _measure(search.tasks(known[name]), name)
+        rows = _measure(name, known[name])
         path = (out or PROFILES) / search.file_name(facts.card, known[name])
         search.write_profile(rows, facts.card, path)
         console.print(f"wrote {len(rows)} rows to {path}", soft_wrap=True)
 
 
-def _measure(tasks: list[Task], name: str) -> list[dict[str, object]]:
+def _measure(name: str, profile: str) -> list[dict[str, object]]:
     import torch
 
     from chord.bench import tune as search
+    from chord.bench import tune_layer
 
     rows: list[dict[str, object]] = []
     with progress() as bar:
-        shown = bar.add_task(name, total=sum(len(task.series.counts) for task in tasks))
 
         def show(row: Measured) -> None:
             bar.console.print(line(row), soft_wrap=True)
             bar.advance(shown)
 
+        if profile == search.LAYER_PROFILE:
+            layers = tune_layer.tasks()
+            shown = bar.add_task(name, total=sum(2 * len(task.series.counts) for task in layers))
+            for layer in layers:
+                rows += tune_layer.rows_of(layer, show)
+                torch.cuda.empty_cache()
+            return rows
+        tasks = search.tasks(profile)
+        shown = bar.add_task(name, total=sum(len(task.series.counts) for task in tasks))
         for task in tasks:
             rows += search.profile_rows(search.search(task, show))
             torch.cuda.empty_cache()

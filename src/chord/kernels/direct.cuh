@@ -10,8 +10,8 @@
 // Memory     a warp has asked for the codes and scales of its whole next task while it multiplies
 //            one: 4.6 KB at K = 256, 74 KB a multiprocessor.
 // Timeline   ask for items, and what else comes from cold memory | find tiles | ask for rows of x,
-//            then for weights (stages of the layer: weights, then rows) | wait for x | multiply a
-//            unit, ask for the next task's, ... | store
+//            then for weights (stages of the layer: weights, then rows) | wait for the block, then
+//            for x | multiply a unit, ask for the next task's, ... | store
 #pragma once
 
 #include <chord/kernels/config.cuh>
@@ -43,6 +43,11 @@ class Direct {
   static constexpr int kUnits = kConfig.units();
   // Whether rows of x and their numbers can be asked for before it is known who needs them.
   static constexpr bool kKnowsInputs = requires(const Addressing& a) { a.num_inputs(); };
+  // Blocks of many warps ask for so much at a time that numbers of rows, asked for behind it, take
+  // 1.5 us: the warps of the first places keep those of the first rows, 32 times as many. With 8
+  // warps their own loads in front of everything cost more (0.4 us).
+  static constexpr bool kKeepsRows = kKnowsInputs && kConfig.warps > 8;
+  static constexpr int kFirstPlaces = 2, kFirstRows = 8;
 
   struct Smem {
     SmemAddress x = ptx::dynamic_smem();
@@ -57,6 +62,23 @@ class Direct {
 
   using Unit = UnitCodes<kRowTiles>;
 
+  // Divides by the same number again and again, small ones by a multiplication.
+  class Divisor {
+   public:
+    explicit Divisor(u32 by)
+        : by_(by), inverse_(ptx::opaque(static_cast<int>(by > 1 ? 0xffffffffu / by + 1 : 0))) {}
+
+    // Rounded up, the inverse is too large by less than by_ / 2^32: no matter below 2^16.
+    u32 quotient(u32 n) const {
+      if ((n | by_) >> 16 != 0 || inverse_ == 0) return n / by_;
+      return static_cast<u32>(static_cast<u64>(n) * inverse_ >> 32);
+    }
+
+   private:
+    u32 by_;
+    u32 inverse_;
+  };
+
   struct Task {
     int row_tile;
     int features;  // number of its 32
@@ -70,15 +92,17 @@ class Direct {
   __forceinline__ void run() {
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
+    // What takes long of a division is done before it is known what to divide.
+    const Divisor by_blocks(ptx::grid_dim()), by_tile(tasks_per_row_tile());
     build_schedule();
     // The host sees to it that tasks are fewer than 2^31.
     const u32 tasks = table.num_tiles() * tasks_per_row_tile();
-    const u32 share = tasks / ptx::grid_dim(), longer = tasks % ptx::grid_dim();
+    const u32 share = by_blocks.quotient(tasks), longer = tasks - share * ptx::grid_dim();
     const u32 block = ptx::block_idx();
-    const int begin = share * block + min_of(block, longer);
+    const u32 begin = share * block + min_of(block, longer);
     const int count = share + (block < longer ? 1 : 0);
     if (count == 0) return await<Addressing, Awaits::kRows>();
-    multiply(begin, count);
+    multiply(begin, by_tile.quotient(begin), count);
   }
 
  private:
@@ -92,6 +116,7 @@ class Direct {
     const WarpScheduleBuilder<Addressing> own(addressing, p.num_experts, lane);
     if constexpr (kKnowsInputs) {
       if (warp == kConfig.warps / 2) ask_for_inputs();
+      if (kKeepsRows && place < kFirstPlaces) load_first_rows();
     }
     if (lane == 0) {
       ptx::mbarrier_init(x_barrier(place), 32 + 1);
@@ -116,8 +141,8 @@ class Direct {
   // lines.)
   void ask_for_inputs() const {
     const int line = ptx::block_idx() * 32 + lane;
-    if (32 * line < addressing.num_positions()) {
-      ptx::prefetch(addressing.p.row_ids + 32 * line);
+    if (!kKeepsRows && 32 * line < addressing.num_positions()) {
+      ptx::prefetch(addressing.rows_from(32 * line));
     }
     if (line < static_cast<i64>(addressing.num_inputs()) * p.k / 64) {
       ptx::prefetch(static_cast<const char*>(p.x) + 128 * line);
@@ -131,6 +156,31 @@ class Direct {
     }
   }
 
+  void load_first_rows() {
+#pragma unroll
+    for (int i = 0; i < kFirstRows; ++i) {
+      const int position = lane + 32 * i;
+      first_rows[i] = position < addressing.num_positions() ? addressing.output_row(position) : -1;
+    }
+  }
+
+  // Output rows of neighbouring positions, `position` the lane's, of a tile that ends before `end`.
+  template <bool kMayBeKept>
+  int output_row(int position, int end) const {
+    if constexpr (kMayBeKept && kKeepsRows) {
+      if (place < kFirstPlaces && end <= 32 * kFirstRows) {
+        int row = -1;
+#pragma unroll
+        for (int i = 0; i < kFirstRows; ++i) {
+          const int other = ptx::shuffle(first_rows[i], position % 32);
+          if (position / 32 == i) row = other;
+        }
+        return position < end ? row : -1;
+      }
+    }
+    return position < end ? addressing.output_row(position) : -1;
+  }
+
   // Moves on by `tasks`.
   void advance(Task& task, int tasks) const {
     task.features += tasks;
@@ -141,17 +191,18 @@ class Direct {
     task.expert = expert_of(task.row_tile);
   }
 
-  // Where the lane finds its part of a task's first unit; further units follow kUnitBytes apart.
+  // Where the lane finds its part of a unit; further units follow kUnitBytes apart.
   struct Source {
     const char* codes;
-    const char* scales;
+    int to_scales;  // bytes from there
   };
   Source source_of(const Task& task) const {
     const i64 offset =
         unit_offset(task.expert, task.features / kTasksPerStripe, 0, stripes(), k_units());
     const char* unit = static_cast<const char*>(p.weight) + offset;
     const int row_tile = task.features % kTasksPerStripe * kRowTiles;
-    return {unit + code_offset(row_tile, lane), unit + scale_offset(row_tile, lane)};
+    const int codes = code_offset(row_tile, lane);
+    return {unit + codes, scale_offset(row_tile, lane) - codes};
   }
 
   // Loads unit `u` and moves on to the next. Units behind the last are the last again, for x has
@@ -160,26 +211,26 @@ class Direct {
     const u64 policy = ptx::evict_first();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      unit.set(i, ptx::load_weights_x4(source.codes + i * kRowTileCodeBytes, policy),
-               ptx::load_weights_x2(source.scales + i * kRowTileScaleBytes, policy));
+      unit.set(
+          i, ptx::load_weights_x4(source.codes + i * kRowTileCodeBytes, policy),
+          ptx::load_weights_x2(source.codes + source.to_scales + i * kRowTileScaleBytes, policy));
     }
-    const int step = u + 1 < k_units() ? kUnitBytes : 0;
-    source.codes += step;
-    source.scales += step;
+    source.codes += u + 1 < k_units() ? kUnitBytes : 0;
   }
   void load_units(Unit (&units)[kUnits], Source source) const {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) load_unit(units[u], source, u);
   }
 
-  // Finds the rows of a tile, notes them in the warp's place and brings their x. Tokens without a row
-  // read x of one that has one, for their sums are dropped.
+  // Finds the rows of a tile, notes them in the warp's place and brings their x. Tokens without a
+  // row read x of one that has one, for their sums are dropped.
+  template <bool kMayBeKept = false>
   void load_rows(int row_tile) const {
     const Segment segment = table.find(row_tile);
     const int rows_per_tile = segment.rows_per_tile();
     const int position = segment.row_begin + (row_tile - segment.first_tile) * rows_per_tile + lane;
-    const bool exists = lane < rows_per_tile && position < segment.row_end;
-    const int row = exists ? addressing.output_row(position) : -1;
+    const int end = min_of(position - lane + rows_per_tile, segment.row_end);
+    const int row = output_row<kMayBeKept>(position, end);
     const u32 valid = ptx::ballot(row >= 0);
     // A tile of padding alone gets row 0 of x.
     const u32 read = valid == 0 ? 1 : valid;
@@ -207,9 +258,8 @@ class Direct {
 
   // Tasks [begin, begin + count), of which the warp takes every kConfig.warps-th. Rows of x lie in
   // shared memory for as many tiles as there are warps, each of which brings one.
-  __forceinline__ void multiply(u32 begin, int count) {
+  __forceinline__ void multiply(u32 begin, int first_tile, int count) {
     const int per_tile = tasks_per_row_tile();
-    int first_tile = begin / static_cast<u32>(per_tile);
     const int first_features = begin - first_tile * per_tile;
     Task next{first_tile, first_features, expert_of(first_tile)};
     if (warp < count) advance(next, warp);
@@ -219,7 +269,7 @@ class Direct {
     constexpr bool kWeightsFirst = awaits<Addressing, Awaits::kRows>();
     int tasks_behind = first_features + count;  // from the first of the tile on
     const bool brings_rows = place * per_tile < tasks_behind;
-    if (!kWeightsFirst && brings_rows) load_rows(first_tile + place);
+    if (!kWeightsFirst && brings_rows) load_rows<true>(first_tile + place);
     if (warp < count) load_units(units, source_of(next));
     await<Addressing, Awaits::kRows>();
     if (kWeightsFirst && brings_rows) load_rows(first_tile + place);
@@ -294,6 +344,7 @@ class Direct {
   const int place = kConfig.warps - 1 - warp;  // of the tiles whose rows the warp brings
   SegmentTable table{smem.table};
   int tile_expert = -1;  // of tile `lane`, if known
+  int first_rows[kFirstRows];
 };
 
 template <DirectConfig kConfig, class Addressing>

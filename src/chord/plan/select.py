@@ -37,6 +37,24 @@ _MEASURED_AS = {
 _MOST_APART = 4
 
 
+def _measured_as(problem: GemmProblem) -> str:
+    return _MEASURED_AS.get(problem.addressing, problem.addressing)
+
+
+def rows_that_count(problem: GemmProblem) -> int:
+    """Return what `rows_from` and `rows_to` of a profile's rows say of a problem.
+
+    Args:
+        problem: Any problem.
+
+    Returns:
+        Its rows, or, where they are grouped, an expert's.
+    """
+    if _measured_as(problem) == "Indexed":
+        return problem.planned_rows
+    return math.ceil(problem.rows_per_expert)
+
+
 @dataclass(frozen=True)
 class ProfileRow:
     """One measured choice; profiles/README.md describes the file it comes from.
@@ -69,17 +87,14 @@ class ProfileRow:
         """
         if (self.n, self.k) != (problem.n, problem.k):
             return None
-        stand_in = _MEASURED_AS.get(problem.addressing, problem.addressing)
-        if self.addressing not in (problem.addressing, stand_in):
+        if self.addressing not in (problem.addressing, _measured_as(problem)):
             return None
-        if stand_in == "Indexed":
+        if _measured_as(problem) == "Indexed":
             known = self.num_experts == problem.num_experts
-            rows = problem.planned_rows
         else:
             known = problem.num_experts <= _MOST_APART * self.num_experts
             known = known and self.num_experts <= _MOST_APART * problem.num_experts
-            rows = math.ceil(problem.rows_per_expert)
-        if not known or not self.rows_from <= rows <= self.rows_to:
+        if not known or not self.rows_from <= rows_that_count(problem) <= self.rows_to:
             return None
         low, high = sorted((self.num_experts, problem.num_experts))
         return high / low - 1

@@ -42,6 +42,7 @@ struct Indexed {
   // Known to the host too: output rows of so many positions may be asked for, whether or not they
   // are in use, and x has so many rows.
   int num_positions() const { return p.num_positions; }
+  const int* rows_from(int position) const { return p.row_ids + position; }
   int num_inputs() const { return ceil_div(p.num_routes, p.top_k); }
 };
 static_assert(sizeof(Indexed::Params) == 48, "Indexed::Params must match jit/params.py");
