@@ -34,7 +34,7 @@ TITLES = {
     "tp8_decode": "TP8 at small batches (384 experts)",
     "ep8_prefill": "EP8 prefill (48 experts; tokens of all 8 ranks)",
     "tp8": "TP8 prefill (384 experts)",
-    "ep8_sweep": "EP8 gate_up from 1 to 20,000 rows",
+    "ep8_sweep": "EP8 sweep over rows",
     "grouped": "Grouped rows, EP8 (48 experts)",
     "grouped_ep16": "Grouped rows, EP16 (24 experts)",
     "grouped_ep32": "Grouped rows, EP32 (12 experts)",
