@@ -19,7 +19,7 @@ from launches import (
 
 import cases
 from chord.emulator import run
-from chord.plan.config import Config, DecodeConfig, PrefillConfig, shipped_configs
+from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig, shipped_configs
 from chord.routing import Indexed
 
 pytestmark = pytest.mark.emulator
@@ -88,6 +88,14 @@ def test_every_shipped_configuration(config: Config) -> None:
     k, tokens = cases.k_for(config, 672), 3 * config.tile_rows + 5
     shape = Shape(3, 320, k, tokens, top_k=1, block_m=16, num_blocks=4)
     check(config, inputs(shape), shape.num_blocks)
+
+
+@pytest.mark.parametrize("experts", (2, 24))
+def test_numbers_of_rows_are_kept_or_asked_for(experts: int) -> None:
+    """Large blocks of direct keep those of 256 positions; with 24 experts there are more."""
+    config = DirectConfig(max_tokens=16, warps=16, max_k=256)
+    shape = Shape(experts, 64, 160, experts, block_m=16, routing="one_each", num_blocks=4)
+    check(config, inputs(shape), shape.num_blocks, seed=experts)
 
 
 @pytest.mark.parametrize("k", (32, 96, 160, 192, 256))
