@@ -90,7 +90,7 @@ def test_rows_of_a_layer_go_before_those_of_its_gemms(tmp_path: Path) -> None:
     select.profile_rows.cache_clear()
     decision = select.decide(problem, H200, tmp_path)
     assert decision.config == inside
-    assert decision.reason.startswith("profile h200_layer.json row 0, 90.0 us")
+    assert decision.reason.startswith("profile h200_layer.json row 0, 90.0 us for the layer ")
     assert select.decide(by_itself, H200, tmp_path).config == alone
     # Beyond what was measured in layers the GEMM's own rows stand in, or the model.
     more = GemmProblem(48, 7168, 2048, 2 * ROUTES, "RoutedDown")

@@ -28,12 +28,8 @@ PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 
 # Both ways to describe sorted rows run the same kernel, but for its beginning; so do the GEMMs of
 # the whole layer, whose rows are as uneven as routes are.
-_MEASURED_AS = {
-    "ContiguousIndices": "ContiguousOffsets",
-    "RoutedGateUp": "Indexed",
-    "RoutedGateUpWeighted": "Indexed",
-    "RoutedDown": "Indexed",
-}
+_STAGES = ("RoutedGateUp", "RoutedGateUpWeighted", "RoutedDown")
+_MEASURED_AS = {"ContiguousIndices": "ContiguousOffsets", **dict.fromkeys(_STAGES, "Indexed")}
 _MOST_APART = 4
 
 
@@ -64,7 +60,7 @@ class ProfileRow:
         rows_from: Fewest rows that it was measured to be best for: routed rows, or rows per expert
             where they are grouped.
         rows_to: Most rows, included.
-        us: Measured microseconds.
+        us: Measured microseconds; of the whole layer where the row is for one of its GEMMs.
         date: Day of the measurement.
     """
 
@@ -155,7 +151,8 @@ def decide(problem: GemmProblem, device: DeviceFacts, profiles: Path = PROFILES)
             related, key=lambda pair: (pair[0], pair[1].addressing != problem.addressing)
         )
         where = f" with {row.num_experts} experts" if distance else ""
-        reason = f"profile {row.source}, {row.us:.1f} us measured on {row.date}{where}"
+        what = " for the layer" if row.addressing in _STAGES else ""
+        reason = f"profile {row.source}, {row.us:.1f} us{what} measured on {row.date}{where}"
         return Decision(row.config, reason, considered, refused)
     config, best_us = legal[0]
     return Decision(config, _model_reason(considered, best_us), considered, refused)
