@@ -79,6 +79,14 @@ class Task:
             return self.cases()
         return self._cases(dataclasses.replace(self.series, loads="third"))
 
+    def num_shown(self) -> int:
+        """Return how often `measure` calls `on_row`."""
+        return len(self.cases())
+
+    def measure(self, on_row: Callable[[Measured], None]) -> list[dict[str, object]]:
+        """Return the profile's rows; `on_row` and errors are those of `search`."""
+        return profile_rows(search(self, on_row))
+
     def _cases(self, series: Series) -> list[Case]:
         both = (Series(self.few, loads="nested"), series)
         suite = Suite("tune", self.num_experts, (self.projection,), both)
@@ -108,11 +116,11 @@ class Measured:
 
 # Tokens routed on one rank: those of the suites, and enough between them that neighbouring choices
 # stand for their surroundings.
-_SMALL = (1, 2, 4, 8, 14, 20, 30, 40, 50, 64, 80, 96, 128)
-_TOKENS = {
-    48: (*_SMALL, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 960, 1024, 1280, 2048),
-    24: (*_SMALL, 192, 256),
-    12: (*_SMALL, 192, 256),
+SMALL = (1, 2, 4, 8, 14, 20, 30, 40, 50, 64, 80, 96, 128)
+TOKENS = {
+    48: (*SMALL, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 960, 1024, 1280, 2048),
+    24: (*SMALL, 192, 256),
+    12: (*SMALL, 192, 256),
     384: (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 }
 _FEW = (1, 2, 4)
@@ -138,7 +146,7 @@ def tasks(profile: str) -> list[Task]:
     if profile == "":
         return [
             Task(profile, experts, projection, Series(tokens), () if experts == 384 else _FEW)
-            for experts, tokens in _TOKENS.items()
+            for experts, tokens in TOKENS.items()
             for projection in (sliced if experts == 384 else whole)
         ]
     return [
@@ -195,6 +203,20 @@ def search(task: Task, on_row: Callable[[Measured], None] = lambda row: None) ->
     return measured
 
 
+def medians(calls: dict[Choice, Call], repeat_ms: float) -> dict[Choice, float]:
+    """Time the calls in turns.
+
+    Args:
+        calls: A function without arguments for each configuration.
+        repeat_ms: What is measured of each.
+
+    Returns:
+        Microseconds.
+    """
+    times = measure_in_turns(calls, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms)
+    return {choice: timing.median_us for choice, timing in times.items()}
+
+
 def score(
     times: Sequence[tuple[Choice, float]],
     skewed: Callable[[list[Choice]], dict[Choice, Call]],
@@ -213,10 +235,9 @@ def score(
     near = [config for config, us in times if us <= _NEAR * times[0][1]]
     if len(near) == 1:
         return even
-    timings = measure_in_turns(skewed(near), warmup_ms=WARMUP_MS, repeat_ms=FINAL_MS)
+    uneven = medians(skewed(near), FINAL_MS)
     return {
-        config: even[config] ** _EVEN_SHARE * timings[config].median_us ** (1 - _EVEN_SHARE)
-        for config in near
+        config: even[config] ** _EVEN_SHARE * uneven[config] ** (1 - _EVEN_SHARE) for config in near
     }
 
 
@@ -229,17 +250,11 @@ def fastest_first(calls: dict[Choice, Call]) -> list[tuple[Choice, float]]:
     Returns:
         Configurations with their medians in microseconds, fastest first.
     """
-
-    def look(configs: Iterable[Choice], repeat_ms: float) -> dict[Choice, float]:
-        chosen = {config: calls[config] for config in configs}
-        times = measure_in_turns(chosen, warmup_ms=WARMUP_MS, repeat_ms=repeat_ms)
-        return {config: timing.median_us for config, timing in times.items()}
-
-    times = look(calls, REPEAT_MS)
+    times = medians(calls, REPEAT_MS)
     close = sorted(times, key=lambda config: times[config])[:_FINALISTS]
     close = [config for config in close if times[config] <= _CLOSE * times[close[0]]]
     if len(close) > 1:
-        again = look(close, FINAL_MS)
+        again = medians({config: calls[config] for config in close}, FINAL_MS)
         # The card may be faster or slower among few: the others stay as far behind as they were.
         scale = sum(again.values()) / sum(times[config] for config in close)
         times = {config: scale * us for config, us in times.items()} | again

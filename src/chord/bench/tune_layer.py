@@ -15,22 +15,24 @@ from dataclasses import dataclass
 
 import torch
 
+import chord
 from chord.bench import layer as layers
 from chord.bench import tune
 from chord.bench.operands import random_checkpoint
 from chord.bench.scenarios import Case, Loads, Projection, Series, Suite, cases, layer
 from chord.device import DeviceFacts, facts_of
 from chord.ops import layer as operands
+from chord.plan import select
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
-from chord.timing import Call, GraphCall, measure_in_turns
+from chord.timing import Call, GraphCall
 
 Pair = tuple[Config, Config]
 """Configurations of gate_up and down."""
 
 _TOKENS = {
-    48: (1, 2, 4, 8, 14, 20, 30, 40, 50, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
-    384: (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    48: (*tune.SMALL, 192, 256, 384, 512, 768, 1024, 2048),
+    384: tune.TOKENS[384],
 }
 # Of each GEMM so many go into the second round, where each meets each.
 _FINALISTS = 3
@@ -56,6 +58,28 @@ class Task:
         suite = Suite("tune", self.num_experts, self.projections, (series,))
         return list(cases(suite, self.projections[0]))
 
+    def num_shown(self) -> int:
+        """Return how often `measure` calls `on_row`."""
+        return 2 * len(self.cases())
+
+    def measure(self, on_row: Callable[[tune.Measured], None]) -> list[dict[str, object]]:
+        """Measure on the current GPU and return the profile's rows, gate_up's first.
+
+        Args:
+            on_row: Called twice for each count, with what was measured for either GEMM; its
+                microseconds are those of the layer.
+
+        Raises:
+            UnsupportedError: There is no GPU.
+        """
+        bench = _Bench(self)
+        measured: tuple[list[tune.Measured], list[tune.Measured]] = ([], [])
+        for case, skewed in zip(self.cases(), self.cases("third"), strict=True):
+            for kept, row in zip(measured, bench.search(case, skewed), strict=True):
+                kept.append(row)
+                on_row(row)
+        return [row for kept in measured for row in tune.profile_rows(kept)]
+
 
 def tasks() -> list[Task]:
     """Return Kimi K2's layers, whole experts and a slice of all."""
@@ -63,28 +87,6 @@ def tasks() -> list[Task]:
         Task(experts, layer(7168, 2048, tp=8 if experts == 384 else 1), Series(tokens))
         for experts, tokens in _TOKENS.items()
     ]
-
-
-def rows_of(
-    task: Task, on_row: Callable[[tune.Measured], None] = lambda row: None
-) -> list[dict[str, object]]:
-    """Measure one task on the current GPU and return its profile rows, gate_up's first.
-
-    Args:
-        task: What to measure.
-        on_row: Called twice for each count, with what was measured for either GEMM; its
-            microseconds are those of the layer.
-
-    Raises:
-        UnsupportedError: There is no GPU.
-    """
-    bench = _Bench(task)
-    measured: tuple[list[tune.Measured], list[tune.Measured]] = ([], [])
-    for case, skewed in zip(task.cases(), task.cases("third"), strict=True):
-        for kept, row in zip(measured, bench.search(case, skewed), strict=True):
-            kept.append(row)
-            on_row(row)
-    return [row for kept in measured for row in tune.profile_rows(kept)]
 
 
 class _Bench:
@@ -101,30 +103,22 @@ class _Bench:
     def search(self, case: Case, skewed: Case) -> tuple[tune.Measured, tune.Measured]:
         """Measure the candidates for both GEMMs of one case."""
         facts = facts_of(self._device.index)
-        num_experts = self._layer.w13.num_experts
-        problems = operands.problems(self._layer, case.num_routes, num_experts)
-        keys = operands.choose_kernels(
-            self._layer, case.num_routes, num_experts, self._device.index
-        )
-        today = keys[0].config, keys[1].config
+        problems = operands.problems(self._layer, case.num_routes, self._layer.w13.num_experts)
+        gate_up, down = (select.decide(problem, facts).config for problem in problems)
         # First each candidate of one GEMM beside today's choice for the other.
-        first = self._time(case, around(today, problems, facts))
+        calls = self._calls(case, around((gate_up, down), problems, facts))
+        first = tune.medians(calls, tune.REPEAT_MS)
         times = tune.fastest_first(self._calls(case, finalists(first)))
         scores = tune.score(times, functools.partial(self._calls, skewed))
         return split(problems, times, scores)
-
-    def _time(self, case: Case, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        calls = self._calls(case, pairs)
-        times = measure_in_turns(calls, warmup_ms=tune.WARMUP_MS, repeat_ms=tune.REPEAT_MS)
-        return {pair: timing.median_us for pair, timing in times.items()}
 
     def _calls(self, case: Case, pairs: Iterable[Pair]) -> dict[Pair, Call]:
         """Capture a graph of the layer for each pair; one workspace does for all."""
         w13, w2 = self._layer.w13, self._layer.w2
         hidden, weights, ids = layers.random_tokens(case, w13.k, self._device)
         out = torch.empty_like(hidden)
-        space = operands.space_for(len(hidden), ids.shape[1], w13.num_experts, w13.k, w2.k)
-        workspace = torch.empty(space.num_bytes, dtype=torch.uint8, device=self._device)
+        num_bytes = chord.fused_moe_workspace(len(hidden), w13, w2, ids.shape[1])
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         calls: dict[Pair, Call] = {}
         for pair in pairs:
             chosen = dataclasses.replace(self._layer, configs=pair)

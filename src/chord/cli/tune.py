@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,24 +56,18 @@ def _measure(name: str, profile: str) -> list[dict[str, object]]:
     from chord.bench import tune as search
     from chord.bench import tune_layer
 
+    tasks: Sequence[search.Task | tune_layer.Task]
+    tasks = tune_layer.tasks() if profile == search.LAYER_PROFILE else search.tasks(profile)
     rows: list[dict[str, object]] = []
     with progress() as bar:
+        shown = bar.add_task(name, total=sum(task.num_shown() for task in tasks))
 
         def show(row: Measured) -> None:
             bar.console.print(line(row), soft_wrap=True)
             bar.advance(shown)
 
-        if profile == search.LAYER_PROFILE:
-            layers = tune_layer.tasks()
-            shown = bar.add_task(name, total=sum(2 * len(task.series.counts) for task in layers))
-            for layer in layers:
-                rows += tune_layer.rows_of(layer, show)
-                torch.cuda.empty_cache()
-            return rows
-        tasks = search.tasks(profile)
-        shown = bar.add_task(name, total=sum(len(task.series.counts) for task in tasks))
         for task in tasks:
-            rows += search.profile_rows(search.search(task, show))
+            rows += task.measure(show)
             torch.cuda.empty_cache()
     return rows
 

@@ -21,14 +21,14 @@ from chord.device import DeviceFacts
 from chord.errors import InputError, UnsupportedError
 from chord.plan import cost
 from chord.plan.config import Config, config_from_fields, shipped_configs
-from chord.plan.legality import reject, reject_problem
+from chord.plan.legality import SWIGLU_ADDRESSINGS, reject, reject_problem
 from chord.plan.problem import GemmProblem
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 
 # Both ways to describe sorted rows run the same kernel, but for its beginning; so do the GEMMs of
 # the whole layer, whose rows are as uneven as routes are.
-_STAGES = ("RoutedGateUp", "RoutedGateUpWeighted", "RoutedDown")
+_STAGES = (*SWIGLU_ADDRESSINGS, "RoutedDown")
 _MEASURED_AS = {"ContiguousIndices": "ContiguousOffsets", **dict.fromkeys(_STAGES, "Indexed")}
 _MOST_APART = 4
 
