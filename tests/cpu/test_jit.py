@@ -135,10 +135,10 @@ def test_key_changes_with_everything_that_changes_the_bits() -> None:
 def test_parameters_are_packed_as_c_lays_them_out() -> None:
     packer = params.INDEXED.packer
     assert packer.size == 104
-    packed = packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990, 0)
+    packed = packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990)
     assert struct.unpack_from("<5Q", packed) == (1, 2, 3, 4, 5)
     assert struct.unpack_from("<4i", packed, 40) == (48, 4096, 7168, 0)
-    assert struct.unpack_from("<3Q6i", packed, 56) == (6, 7, 8, 160, 8, 16, 99, 990, 0)
+    assert struct.unpack_from("<3Q5i", packed, 56) == (6, 7, 8, 160, 8, 16, 99, 990)
 
 
 @pytest.mark.parametrize("name", ("ContiguousOffsets", "ContiguousIndices", "Masked", "RoutedDown"))
@@ -150,7 +150,8 @@ def test_a_tensor_map_lies_at_a_multiple_of_64_bytes(name: str) -> None:
     packed = layout.packer.pack(1, 2, 3, 4, 5, 48, 4096, 7168, 0, x_map, *numbers)
     assert packed[64:192] == x_map and packed[56:64] == bytes(8)
     assert struct.unpack_from("<5Q4i", packed) == (1, 2, 3, 4, 5, 48, 4096, 7168, 0)
-    assert struct.unpack_from("<Qii", packed, 192) == (6, 7, 8)
+    table, *sizes = numbers
+    assert struct.unpack_from(f"<Q{len(sizes)}i", packed, 192) == (table, *sizes)
 
 
 def test_a_tensor_map_is_wanted_exactly_where_the_kernels_sort_rows() -> None:
@@ -246,13 +247,13 @@ def test_a_launch_hands_over_grid_block_memory_stream_and_parameters(monkeypatch
     stand_in = StandInDriver()
     monkeypatch.setattr(driver, "library", lambda: stand_in)
     prepared = launch.Launcher(launch.LoadedKernel(77, DECODE, "Indexed", 0), num_sms=132)
-    values = (1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990, 0)
+    values = (1, 2, 3, 4, 5, 48, 4096, 7168, 0, 6, 7, 8, 160, 8, 16, 99, 990)
     prepared.launch(1234, values)
     prepared.launch(5678, (*values[:-1], 100))
     (grid, block, smem, stream, data), second = stand_in.launches
     assert (grid, block, smem, stream) == (132, DECODE.threads(), DECODE.smem_bytes(), 1234)
     assert data == params.INDEXED.packer.pack(*values)
-    assert second[3] == 5678 and second[4][-4:] == struct.pack("<i", 100)
+    assert second[3] == 5678 and struct.unpack_from("<i", second[4], 96) == (100,)
     stand_in.result = 701
     with pytest.raises(CompileError, match=r"cannot launch decode .*out of resources"):
         prepared.launch(1, values)

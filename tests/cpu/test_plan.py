@@ -10,7 +10,6 @@ import pytest
 
 from chord import device as devices
 from chord.errors import InputError, UnsupportedError
-from chord.jit.params import addressing_layout
 from chord.plan import cost, legality, select
 from chord.plan.config import (
     MAX_DIRECT_K,
@@ -134,23 +133,6 @@ def test_tiles_of_sorted_rows_are_whole_boxes(addressing: str) -> None:
     assert reason is not None and "block_m=72 is not a multiple of 16" in reason
     assert legality.reject(odd, GATE_UP, H200) is None
     assert legality.reject(PREFILL, problem, H200) is None
-
-
-@pytest.mark.parametrize(("num_sms", "blocks"), [(132, 132), (133, 132), (7, 6), (1, 2)])
-def test_a_grid_has_whole_clusters(num_sms: int, blocks: int) -> None:
-    shared = PrefillConfig(64, 8, 8, 256, 3)
-    assert shared.cluster(may_share=True) == 2
-    assert shared.grid(num_sms, may_share=True) == blocks
-    alone = (PrefillConfig(32, 8, 8, 256, 4), PrefillConfig(176, 88, 8, 128, 3, 3))
-    alone += (DecodeConfig(16, 8, 256, 4), DirectConfig(16, 8, 256))
-    for config in alone:
-        assert config.grid(num_sms, may_share=True) == num_sms
-    assert shared.grid(num_sms, may_share=False) == num_sms
-
-
-def test_blocks_share_rows_where_they_lie_sorted_and_no_layer_runs() -> None:
-    sharing = [name for name in legality.ADDRESSINGS if addressing_layout(name).may_share_rows]
-    assert sharing == ["ContiguousOffsets", "ContiguousIndices", "Masked"]
 
 
 def test_tiles_are_counted_in_twenty_bits() -> None:

@@ -102,7 +102,7 @@ BOTH = (
         "ptx/mbarrier.cuh",
         "emulator::mbarrier_arrive(barrier, where);",
         "emulator::mbarrier_arrive(barrier, where), emulator::mbarrier_arrive(barrier, where);",
-        f"once more than the (8|33|160|256) arrivals|{_UNRELEASED}|{_EARLY}",
+        f"once more than the (8|33|164|256) arrivals|{_UNRELEASED}|{_EARLY}",
     ),
     Fault(
         "too few bytes announced",
@@ -116,7 +116,7 @@ BOTH = (
         "ptx/mbarrier.cuh",
         "mbarrier_arrive_expect_bytes(barrier, bytes, where);",
         "mbarrier_arrive_expect_bytes(barrier, bytes + 16, where);",
-        r"deadlock(.*\n)*.*and (16|32) bytes",
+        r"deadlock(.*\n)*.*and (16|32|64) bytes",
     ),
     Fault(
         "barriers are not fenced",
@@ -689,8 +689,8 @@ EARLY = (
     Fault(
         "the first weights are asked for twice",
         "prefill.cuh",
-        "if (!kWeightsFirst || !is_first) load_weights",
-        "load_weights",
+        "if (warp() < kWeightWarps && !(kWeightsFirst && is_first)) {",
+        "if (warp() < kWeightWarps) {",
         r"overwrites what a bulk copy .* without having waited for it",
     ),
     Fault(
@@ -698,7 +698,7 @@ EARLY = (
         "prefill.cuh",
         "k_stage == 0 && tile.feature_tile == first_tile",
         "k_stage == 0",
-        r"deadlock(.*\n)*.*lacks 1 of 161 arrivals",
+        r"deadlock(.*\n)*.*lacks 4 of 164 arrivals",
     ),
     Fault(
         "the first weights are those of the last stage",
@@ -788,24 +788,30 @@ SORTED = (
     Fault(
         "no box brings the zeros behind K",
         "prefill.cuh",
-        "constexpr int kUnits = kConfig.units(); if (lane() == 0) {",
-        "const int kUnits = min_of(kConfig.units(), runs.k_units() - k_stage * kConfig.units()); "
-        "if (lane() == 0) {",
+        "(k_stage * kConfig.units() + box.unit) * kUnitK",
+        "min_of(k_stage * kConfig.units() + box.unit, runs.k_units() - 1) * kUnitK",
         WRONG_RESULT,
     ),
     Fault(
         "a box is left out",
         "prefill.cuh",
-        "if (box >= boxes || (kCluster",
-        "if (box >= boxes - 1 || (kCluster",
+        ".exists = index < boxes",
+        ".exists = index < boxes - 1",
+        r"deadlock(.*\n)*.*and \d+ bytes",
+    ),
+    Fault(
+        "a warp announces as many boxes as the first",
+        "prefill.cuh",
+        "ceil_div(max_of(boxes - (warp() - 1), 0), kBoxWarps)",
+        "ceil_div(boxes, kBoxWarps)",
         r"deadlock(.*\n)*.*and \d+ bytes",
     ),
     Fault(
         "the end of the work is announced by one warp alone",
         "prefill.cuh",
-        "if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));",
+        "if (warp() > 0 && lane() == 0) ptx::mbarrier_arrive(ring.full(at.stage));",
         "",
-        r"deadlock(.*\n)*.*lacks 1 of 34 arrivals",
+        r"deadlock(.*\n)*.*lacks 3 of 36 arrivals",
     ),
 )
 
@@ -856,87 +862,5 @@ SORTING_TWICE = (
         "if (first > 0) ptx::sync_block();",
         "",
         f"{_UNSEEN}|overwrites",
-    ),
-)
-
-# Where blocks of a cluster copy rows of x for each other.
-SHARED = (
-    Fault(
-        "the other block's stage is not waited for",
-        "prefill.cuh",
-        "ptx::mbarrier_wait(both_empty(at.stage), at.phase);",
-        "",
-        f"{_EARLY}|{_UNRELEASED}|overwrites the target",
-    ),
-    Fault(
-        "the other block is not told of an empty stage",
-        "ptx/cluster.cuh",
-        "emulator::cluster_mbarrier_arrive(barrier.value, where);",
-        "(void)barrier, (void)where;",
-        "deadlock",
-    ),
-    Fault(
-        "a stage is told to be empty before it is",
-        "prefill.cuh",
-        "ring.wait_empty(at); if (thread < 32) { if (k_stage",
-        "if (thread < 32) { ring.wait_empty(at); if (k_stage",
-        f"{_EARLY}|{_UNRELEASED}|overwrites the target|once more than",
-    ),
-    Fault(
-        "both blocks copy all boxes for both",
-        "prefill.cuh",
-        "if (box >= boxes || (kCluster > 1 && box % kCluster != ptx::cluster_rank())) return;",
-        "if (box >= boxes) return;",
-        f"overwrites the target|more than were announced|{_UNSEEN}",
-    ),
-    Fault(
-        "each block copies its boxes for itself alone",
-        "ptx/cluster.cuh",
-        "emulator::cluster_tensor_load_2d(target, map, k, row, barrier, blocks, where);",
-        "(void)blocks, emulator::cluster_tensor_load_2d(target, map, k, row, barrier, "
-        "1u << emulator::cluster_rank(), where);",
-        "deadlock",
-    ),
-    Fault(
-        "barriers of another block before it has set them up",
-        "prefill.cuh",
-        "if constexpr (kCluster > 1) ptx::cluster_wait();",
-        "",
-        "of which it has not heard|without cluster_wait",
-    ),
-    Fault(
-        "the number of the next run overwrites that of this one",
-        "runs.cuh",
-        "return numbers_ + 4 * (turn_ % 2);",
-        "return numbers_;",
-        f"{_UNRELEASED}|overwrites the target|{_EARLY}|deadlock",
-    ),
-    Fault(
-        "the number of the next run is not waited for",
-        "runs.cuh",
-        "ptx::mbarrier_wait(noted(), turn_ / 2 % 2);",
-        "",
-        f"{_EARLY}|nobody has waited for the copies",
-    ),
-    Fault(
-        "the bytes of the next run's number are not announced",
-        "runs.cuh",
-        "ptx::mbarrier_arrive_expect_bytes(noted(), 4);",
-        "ptx::mbarrier_arrive(noted());",
-        f"more than were announced|{_UNSEEN}",
-    ),
-    Fault(
-        "blocks of a cluster take tiles apart from each other",
-        "runs.cuh",
-        "return ptx::block_idx() / kCluster;",
-        "return ptx::block_idx();",
-        f"deadlock|{WRONG_RESULT}|has stored before|more than were announced|{_EARLY}",
-    ),
-    Fault(
-        "the block beyond the last feature tile reads behind the weight",
-        "runs.cuh",
-        "const int last = kCluster > 1 ? feature_tiles() - 1 : feature_tile;",
-        "const int last = feature_tile;",
-        "outside every tensor|deadlock|nobody has written|announces",
     ),
 )

@@ -19,8 +19,6 @@ PREFILL_32 = PrefillConfig(block_m=32, min_width=8, width_step=8, block_k=128, s
 PREFILL_LONG = PrefillConfig(
     block_m=48, min_width=16, width_step=8, block_k=256, stages=2, store_eights=3
 )
-# Blocks of a cluster that copy rows of x for each other, where rows lie sorted.
-PREFILL_SHARED = PrefillConfig(block_m=64, min_width=16, width_step=16, block_k=256, stages=2)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,6 @@ def route(
         "capacity": capacity,
         "num_blocks": blocks,
         "share": -(-num_routes // num_blocks),
-        "reserved": 0,
     }
     names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded")
     if num_blocks > 1:

@@ -11,7 +11,6 @@ from faults import (
     DIRECT_ITEMS,
     EARLY,
     PREFILL,
-    SHARED,
     SORTED,
     Fault,
 )
@@ -20,7 +19,6 @@ from launches import (
     DIRECT_16,
     PREFILL_32,
     PREFILL_LONG,
-    PREFILL_SHARED,
     Inputs,
     Shape,
     check,
@@ -94,18 +92,6 @@ def test_planted_fault_in_tiles_that_are_items_is_noticed(fault: Fault) -> None:
             check(DIRECT_8, made, 2, seed=1, replaced=fault.replaced())
 
 
-def shared_rows() -> Inputs:
-    """The same for blocks of a cluster: an odd number of feature tiles, several runs a block."""
-    return grouped_inputs((70, 0, 29, 130, 3), 520, 672, "offsets32")
-
-
-@pytest.mark.parametrize("fault", SHARED, ids=lambda fault: fault.name)
-def test_planted_fault_in_shared_rows_is_noticed(fault: Fault) -> None:
-    replaced = fault.replaced()
-    with pytest.raises((EmulatorError, AssertionError), match=fault.message):
-        check(PREFILL_SHARED, shared_rows(), 4, seed=1, replaced=replaced)
-
-
 @pytest.mark.parametrize(
     "config", dict.fromkeys(config for config, _ in CASES), ids=lambda c: c.label()
 )
@@ -116,7 +102,3 @@ def test_no_fault_is_noticed_without_one(config: Config) -> None:
 
 def test_no_fault_is_noticed_in_sorted_rows_without_one() -> None:
     check(PREFILL_32, sorted_rows(), SHAPE.num_blocks, seed=1)
-
-
-def test_no_fault_is_noticed_in_shared_rows_without_one() -> None:
-    check(PREFILL_SHARED, shared_rows(), 4, seed=1)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launches import (
-    FORMS,
-    PREFILL_32,
-    PREFILL_LONG,
-    PREFILL_SHARED,
-    check,
-    grouped_inputs,
-    owned_inputs,
-)
+from launches import FORMS, PREFILL_32, PREFILL_LONG, check, grouped_inputs, owned_inputs
 
 import cases
 from chord import reference
@@ -25,9 +17,7 @@ pytestmark = pytest.mark.emulator
 DECODE = DecodeConfig(max_tokens=16, warps=8, block_k=128, stages=2)
 
 each_config = pytest.mark.parametrize(
-    "config",
-    (DECODE, PREFILL_32, PREFILL_LONG, PREFILL_SHARED),
-    ids=("decode", "prefill", "prefill-long", "prefill-shared"),
+    "config", (DECODE, PREFILL_32, PREFILL_LONG), ids=("decode", "prefill", "prefill-long")
 )
 each_form = pytest.mark.parametrize("form", FORMS)
 

@@ -23,7 +23,6 @@ HEADERS = sorted(path.name for path in REAL.glob("*.cuh"))
 
 UNIT = """\
 #include <chord/kernels/ptx/bf16.cuh>
-#include <chord/kernels/ptx/cluster.cuh>
 #include <chord/kernels/ptx/copy.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/mbarrier.cuh>
@@ -47,22 +46,19 @@ static void enter(const void* params) {
 BODY
 }
 
-const ChordUnit chord_unit{enter, THREADS, 8192, CLUSTER};
+const ChordUnit chord_unit{enter, THREADS, 8192};
 """
 
 
-def run(
-    body: str, given: torch.Tensor, out_ints: int, threads: int = 32, cluster: int = 1
-) -> torch.Tensor:
-    """Run `body` in every thread of one cluster; p.in is `given`, p.out what comes back (int32)."""
+def run(body: str, given: torch.Tensor, out_ints: int, threads: int = 32) -> torch.Tensor:
+    """Run `body` in every thread of one block; p.in is `given`, p.out what comes back (int32)."""
     unit = UNIT.replace("BODY", body).replace("THREADS", str(threads))
-    unit = unit.replace("CLUSTER", str(cluster))
     library = build_source(unit, "probe")
     given = given.contiguous()
     out = torch.zeros(out_ints, dtype=torch.int32)
     params = b"".join(t.data_ptr().to_bytes(8, "little") for t in (given, out))
     launch = Launch(params, [("in", given, INPUT), ("out", out, OUTPUT)])
-    run_launch(library, launch, num_blocks=cluster, seed=3)
+    run_launch(library, launch, num_blocks=1, seed=3)
     return out
 
 
@@ -320,61 +316,26 @@ def test_report_of_a_box(name: str) -> None:
         run(body, torch.zeros(X_ROWS * 48, dtype=torch.int32), 512)
 
 
-# Blocks of a cluster: each passes its number to the next one and takes that of the one before.
-RING = """
-  const int rank = ptx::cluster_rank(), next = (rank + 1) % 3;
+def test_warps_announce_their_bytes_on_one_barrier() -> None:
+    """None, 32 and 64 bytes, in one phase."""
+    body = """
+  const SmemAddress barrier = smem + 4096;
   if (thread == 0) {
-    ptx::mbarrier_init(smem, 1);
-    FENCE;
+    ptx::mbarrier_init(barrier, 3);
+    ptx::fence_mbarrier_init();
   }
-  ARRIVE;
-  WAIT;
-  if (thread == 0) {
-    ptx::mbarrier_arrive_expect_bytes(smem, BYTES);
-    ptx::cluster_store(ptx::cluster_address(smem + 8, next), ptx::load_global(p.in + rank),
-                       ptx::cluster_address(smem, TO));
-    ptx::mbarrier_wait(smem, 0);
-    p.out[rank] = ptx::load_shared(smem + 8);
+  ptx::sync_block();
+  if (lane == 0) {
+    ptx::mbarrier_arrive_expect_bytes(barrier, 32 * warp);
+    if (warp > 0) {
+      const int first = 8 * (warp - 1);
+      ptx::bulk_load(smem + 4 * first, p.in + first, 32 * warp, barrier);
+    }
   }
-  ptx::cluster_arrive(), ptx::cluster_wait();"""
-
-
-def ring_body(**words: str) -> str:
-    """Return a body that hands numbers around a cluster of three."""
-    usual = {"FENCE": "ptx::fence_mbarrier_init()", "ARRIVE": "ptx::cluster_arrive()"}
-    usual |= {"WAIT": "ptx::cluster_wait()", "BYTES": "4", "TO": "next"}
-    return fill_in(RING, usual | words)
-
-
-def test_blocks_of_a_cluster_store_to_each_other() -> None:
-    given = torch.tensor([5, 7, 9], dtype=torch.int32)
-    result = run(ring_body(), given, 3, threads=64, cluster=3)
-    assert torch.equal(result, given.roll(1))
-
-
-CLUSTER_REPORTS = {
-    "an unfenced barrier": (ring_body(FENCE=""), "of which it has not heard"),
-    "a barrier too early": (
-        ring_body(ARRIVE="", WAIT=""),
-        "of which it has not heard|where no mbarrier has been set up",
-    ),
-    "no arrival": (ring_body(ARRIVE=""), "without cluster_arrive before"),
-    "two arrivals": (ring_body(WAIT="ptx::cluster_arrive()"), "arrives twice"),
-    "bytes that arrive elsewhere": (ring_body(TO="rank"), "lets the bytes arrive in another"),
-    "a block beyond the cluster": (ring_body(TO="3"), "in block 3 of a cluster of 3"),
-    "bytes that never come": (ring_body(BYTES="8"), r"deadlock(.*\n)*.*and 4 bytes"),
-    "a thread that stays away": (
-        ring_body(ARRIVE="if (thread == 5) return; ptx::cluster_arrive()"),
-        "barrier of the cluster, at which 3 threads have not arrived",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CLUSTER_REPORTS)
-def test_report_of_a_cluster(name: str) -> None:
-    body, message = CLUSTER_REPORTS[name]
-    with pytest.raises(EmulatorError, match=message):
-        run(body, torch.zeros(3, dtype=torch.int32), 3, threads=64, cluster=3)
+  ptx::mbarrier_wait(barrier, 0);
+  if (thread < 24) p.out[thread] = ptx::load_shared(smem + 4 * thread);"""
+    given = torch.arange(100, 124, dtype=torch.int32)
+    assert torch.equal(run(body, given, 24, threads=96), given)
 
 
 REPORTS = {

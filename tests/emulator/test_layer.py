@@ -277,7 +277,7 @@ def test_down(config: Config) -> None:
     used = int(made.num_rows_padded)
     x = cases.exact_x(60, 160)
     x[used:] = float("nan")
-    fields = {"offsets": made.offsets, "num_experts": 5, "reserved": 0}
+    fields = {"offsets": made.offsets, "num_experts": 5}
     out = cases.poisoned(60, 136)
     out = layer.gemm(config, "RoutedDown", x, weights.pack(), out, fields)
     owners = cases.owners_of_counts(made.offsets.diff().tolist())
@@ -349,7 +349,7 @@ ROWS_ARE_ASKED_FOR_EARLY = Fault(
 
 def run_down(config: Config, tokens: int, replaced: dict[str, str], *, num_blocks: int = 3) -> None:
     made = layer.route(cases.topk_ids(tokens, 1, 2), 2)
-    fields = {"offsets": made.offsets, "num_experts": 2, "reserved": 0}
+    fields = {"offsets": made.offsets, "num_experts": 2}
     weights = cases.random_weights(2, 64, 64)
     x, out = cases.exact_x(tokens, 64), cases.poisoned(tokens, 64)
     packed = weights.pack()

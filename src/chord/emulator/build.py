@@ -34,7 +34,6 @@ RUNTIME = (
     "sync",
     "mbarrier",
     "copy",
-    "cluster",
     "bf16",
     "matrix",
     "wgmma",
@@ -72,8 +71,7 @@ void enter(const void* bytes) {{
 }}
 }}  // namespace
 
-const ChordUnit chord_unit{{enter, kConfig.threads(), kConfig.smem_bytes(),
-                           kConfig.cluster(chord::may_share_rows<chord::{addressing}>())}};
+const ChordUnit chord_unit{{enter, kConfig.threads(), kConfig.smem_bytes()}};
 """
 
 

@@ -116,7 +116,7 @@ def _addressing_values(
             for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
         ]
         ids, blocks = routing.sorted_token_ids.numel(), routing.expert_ids.numel()
-        sizes = (out.shape[0], routing.top_k, routing.block_m, blocks, ids, 0)
+        sizes = (out.shape[0], routing.top_k, routing.block_m, blocks, ids)
     elif isinstance(routing, Contiguous):
         name = "m_indices" if routing.expert_offsets is None else "expert_offsets"
         table = alone(getattr(routing, name))
@@ -283,7 +283,7 @@ def run(
         routing: Which row belongs to which expert; its type picks the addressing.
         out: bfloat16, contiguous: [M * top_k, N], [R, N] or [E, max_m, N]; written where a row is
             routed.
-        num_blocks: Blocks of the launch, all resident at once, as `Config.grid` rounds them.
+        num_blocks: Blocks of the launch, all resident at once.
         seed: Picks the interleaving of threads and the times at which copies land.
         flavour: "fast" runs here, "sanitize" in a process of its own under the address and
             undefined-behaviour sanitizers.
@@ -299,7 +299,6 @@ def run(
     """
     addressing = addressing_of(routing)
     compiled = build(config, addressing=addressing, flavour=flavour, replaced=replaced)
-    num_blocks = config.grid(num_blocks, addressing_layout(addressing).may_share_rows)
     launch = launch_of(config, x, packed, routing, out, num_blocks)
     launch_it = run_launch if flavour == LIBRARY else run_program
     launch_it(compiled, launch, num_blocks, seed)

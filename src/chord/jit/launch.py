@@ -126,7 +126,7 @@ class Launcher:
         # The driver takes an array of pointers to arguments; ours has one.
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._config = driver.LaunchConfig(
-            grid_x=kernel.config.grid(num_sms, layout.may_share_rows),
+            grid_x=num_sms,
             grid_y=1,
             grid_z=1,
             block_x=kernel.config.threads(),

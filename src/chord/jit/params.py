@@ -11,7 +11,6 @@ import struct
 from dataclasses import dataclass
 
 from chord.errors import InputError
-from chord.plan.legality import SORTED_ADDRESSINGS
 
 _CODES = {"pointer": "P", "int": "i", "float": "f", "padding": "4x", "map": "128s"}
 _MAP_ALIGNMENT = 64
@@ -74,11 +73,6 @@ class AddressingLayout:
     counters_region: int = 0
 
     @property
-    def may_share_rows(self) -> bool:
-        """Whether blocks of a cluster may copy rows of x for each other (kernels/stage.cuh)."""
-        return self.name in SORTED_ADDRESSINGS and not self.is_stage
-
-    @property
     def packer(self) -> struct.Struct:
         """Packer of chord::Params<name>: the GEMM's fields, then the addressing's."""
         return packer_of((*GEMM_FIELDS, *self.fields))
@@ -96,7 +90,6 @@ INDEXED = AddressingLayout(
         ("block_m", "int"),
         ("num_blocks", "int"),
         ("num_positions", "int"),
-        ("reserved", "int"),
     ),
 )
 
@@ -153,7 +146,6 @@ ROUTED_DOWN = AddressingLayout(
         ("x_map", "map"),
         ("offsets", "pointer"),
         ("num_experts", "int"),
-        ("reserved", "int"),
     ),
     is_stage=True,
     counters_region=1,
@@ -257,7 +249,6 @@ ROUTE = FixedKernel(
         ("block_m", "int"),
         ("capacity", "int"),
         ("num_blocks", "int"),
-        ("reserved", "int"),
     ),
     num_threads=ROUTE_THREADS,
     shared_bytes=4 * ((_ROUTE_WARPS + 2) * ROUTE_MAX_EXPERTS + _ROUTE_WARPS),

@@ -31,8 +31,6 @@ def render(config: Config | FixedKernel, addressing: str = "Indexed") -> str:
         return _render_fixed(config)
     layout = addressing_layout(addressing)
     params = f"chord::Params<chord::{layout.name}>"
-    blocks = config.cluster(layout.may_share_rows)
-    cluster = f" __cluster_dims__({blocks})" if blocks > 1 else ""
     return f"""\
 #include <chord/kernels/{config.kernel}.cuh>
 #include <chord/kernels/{layout.header}>
@@ -42,12 +40,10 @@ static_assert(kConfig.smem_bytes() == {config.smem_bytes()},
               "host and device disagree on shared memory: see plan/config.py");
 static_assert(kConfig.threads() == {config.threads()},
               "host and device disagree on the threads of a block: see plan/config.py");
-static_assert(kConfig.cluster(chord::may_share_rows<chord::{layout.name}>()) == {blocks},
-              "host and device disagree on the blocks of a cluster: see plan/config.py");
 static_assert(sizeof({params}) == {layout.packer.size},
               "host and device disagree on the launch parameters: see jit/params.py");
 
-extern "C" __global__ void __launch_bounds__(kConfig.threads(), 1){cluster}
+extern "C" __global__ void __launch_bounds__(kConfig.threads(), 1)
 {ENTRY}(const __grid_constant__ {params} p) {{
   chord::{config.kernel}<kConfig>(p);
 }}

@@ -35,7 +35,6 @@ struct DecodeConfig {
   constexpr int stripes() const { return tile_features() / kUnitFeatures; }
   constexpr int units() const { return block_k / kUnitK; }
   constexpr int threads() const { return 32 * (warps + 2); }
-  constexpr int cluster(bool) const { return 1; }
   // Rows of x are 16 bytes longer than their data: eight rows lie in different banks for ldmatrix.
   constexpr int x_row_bytes() const { return 2 * block_k + 16; }
   constexpr int weight_stage_bytes() const { return stripes() * units() * kUnitBytes; }
@@ -58,7 +57,6 @@ struct DirectConfig {
 
   constexpr int units() const { return max_k / kUnitK; }
   constexpr int threads() const { return 32 * warps; }
-  constexpr int cluster(bool) const { return 1; }
   // Rows of x are 16 bytes longer than their data: eight rows lie in different banks for ldmatrix.
   constexpr int x_row_bytes() const { return 2 * max_k + 16; }
   constexpr int x_tile_bytes() const { return max_tokens * x_row_bytes(); }
@@ -91,11 +89,6 @@ struct PrefillConfig {
   }
   constexpr int warp_store_bytes() const { return store_eights * kStoreBytesPerWarp; }
   constexpr int store_bytes() const { return warps() * warp_store_bytes(); }
-  // Blocks of a cluster: neighbours may copy rows of x for each other. With short stages they wait
-  // for each other more than that saves, and few rows are no matter.
-  constexpr int cluster(bool may_share) const {
-    return may_share && block_m >= 64 && block_k >= 256 ? 2 : 1;
-  }
   constexpr int row_table_bytes() const { return 8 * block_m; }
   constexpr int smem_bytes() const {
     return stages * stage_bytes() + store_bytes() + row_table_bytes() + 16 + kSegmentTableBytes +

@@ -5,15 +5,11 @@
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
 // Ring       full[s]: 33 arrivals of the loader's first warp (one announces the bytes of the
 //            weights, and each lane releases its own notes) + these bytes; and for x 128 arrivals
-//            when the loader's cp.async have landed, or, where rows lie sorted, one of its second
-//            warp + the bytes of x.
+//            when the loader's cp.async have landed, or, where rows lie sorted, one of each of its
+//            other warps + the bytes of x.
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
 //            warps, once more than they store batches of a tile (epilogue.cuh).
-// Cluster    of two blocks, where rows lie sorted and are many: they multiply neighbouring feature
-//            tiles of the same rows at the same time, and each asks for half of the boxes of x for
-//            both. both_empty[s]: one arrival of the other block's loader; and two barriers around
-//            the number of the next run (runs.cuh).
 // Work       tiles of 256 features x up to block_m tokens over all of K, in the order segment >
 //            feature tile > row tile, so that neighbours in time share weights. A block that has
 //            finished loading takes the next from a counter (a run of them with a short K): dealt
@@ -21,7 +17,8 @@
 //            tile's own width (its valid rows) picks the instruction, so padding costs nothing.
 // Timeline   loader: take a tile | wait empty | bulk copies of weights; rows of x by cp.async, or,
 //            where they lie sorted (kSortedRows), by boxes of 16 through a tensor map: cp.async
-//            writes shared memory in pieces, which costs 7 % where tensor cores are busy
+//            writes shared memory in pieces, which costs 9 % in the widest tiles. A copy takes the
+//            warp that asks for it about 60 cycles, so three warps ask for boxes
 //            groups: wait full | dequantise step i + 1 while the tensor cores run step i, fetch the
 //            next unit's codes | arrive empty | after a tile: store
 #pragma once
@@ -32,7 +29,6 @@
 #include <chord/kernels/eviction.cuh>
 #include <chord/kernels/params.cuh>
 #include <chord/kernels/pipeline.cuh>
-#include <chord/kernels/ptx/cluster.cuh>
 #include <chord/kernels/ptx/copy.cuh>
 #include <chord/kernels/ptx/ldst.cuh>
 #include <chord/kernels/ptx/mbarrier.cuh>
@@ -63,22 +59,22 @@ class Prefill {
                 "store_eights must be from 1 to the eights of block_m");
   static_assert(kConfig.weight_stage_bytes() % 1024 == 0,
                 "stages must keep the 1,024-byte alignment of the swizzled tiles");
-  static_assert(24 * kConfig.stages + 16 <= kBarrierBytes, "the barriers must fit");
+  static_assert(16 * kConfig.stages <= kBarrierBytes, "the barriers must fit");
   static_assert(!Addressing::kSortedRows || kConfig.block_m % kBoxRows == 0,
                 "block_m must be a multiple of 16 where rows of x lie sorted: a box of 16 rows may "
                 "not reach beyond its tile");
 
   static constexpr bool kSorted = Addressing::kSortedRows;
-  // Blocks that multiply the same rows at the same time, neighbouring feature tiles: each copies
-  // its part of the boxes of x for all of them. Inside the whole layer that gains nothing.
-  static constexpr int kCluster = kConfig.cluster(may_share_rows<Addressing>());
-  static_assert(kCluster <= 2, "a block tells one other that a stage is empty");
   // Narrow tiles are about equally long: memory takes longer than they do.
   static constexpr bool kLongestFirst = kConfig.block_m > 32;
   static constexpr int kLoaders = 128;
   // Arrivals for x. The loading warps that fill stages all arrive: one that did not might fall
   // behind by a turn of the ring and wait for a phase that is long over.
-  static constexpr int kRowArrivals = kSorted ? 1 : kLoaders;
+  static constexpr int kBoxWarps = kLoaders / 32 - 1;
+  // Loading warps that ask for weights. Lanes of a warp take turns to ask, 60 cycles each.
+  static constexpr int kWeightWarps = kSorted ? 1 : kLoaders / 32;
+  static constexpr int kWarpStripes = kConfig.stripes() / kWeightWarps;
+  static constexpr int kRowArrivals = kSorted ? kBoxWarps : kLoaders;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
   static constexpr int kPasses = ceil_div(kConfig.block_m, kRowsPerPass);
@@ -113,8 +109,8 @@ class Prefill {
     SmemAddress notes = store + kConfig.store_bytes();
     SmemAddress rows = notes + kConfig.stages * kConfig.note_bytes();
     SmemAddress x_rows = rows + 4 * kConfig.block_m;
-    SmemAddress next_runs = rows + kConfig.row_table_bytes();
-    SmemAddress table = next_runs + 16;
+    SmemAddress next_run = rows + kConfig.row_table_bytes();
+    SmemAddress table = next_run + 16;
     SmemAddress scratch = table + kSegmentTableBytes;
     SmemAddress barriers = scratch + kSortScratchBytes;
   };
@@ -125,18 +121,12 @@ class Prefill {
 
   __forceinline__ void run() {
     if (ptx::thread_idx() == 0) {
-      runs.init();
-      if constexpr (kCluster > 1) {
-        for (int s = 0; s < kConfig.stages; ++s) ptx::mbarrier_init(both_empty(s), 1);
-      }
-      ring.init(kRowArrivals + 1 + 32, 32 * kConfig.warps());
+      ring.init(kRowArrivals + kWeightWarps + 32, 32 * kConfig.warps());
     }
-    if constexpr (kCluster > 1) ptx::cluster_arrive();
     await<Addressing, Awaits::kRouting>();
     let_next_begin<Addressing>();
     ScheduleBuilder<kConfig.threads(), kLongestFirst, Addressing>(addressing, p.num_experts)
         .build(table, smem.scratch, kConfig.block_m);
-    if constexpr (kCluster > 1) ptx::cluster_wait();
     // ptxas puts the code of `load` first this way round, see multiply_tile_of.
     if (ptx::thread_idx() < 32 * kConfig.warps()) {
       ptx::raise_registers<kMultiplierRegisters>();
@@ -145,8 +135,6 @@ class Prefill {
       ptx::lower_registers<kLoaderRegisters>();
       load();
     }
-    // Shared memory has to stay as long as another block of the cluster may reach for it.
-    if constexpr (kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();
   }
 
  private:
@@ -175,29 +163,30 @@ class Prefill {
     for (int index = runs.first_index(); index < num_runs; index = runs.next_index()) {
       Tile tile = runs.tile_at(index);
       const int first_tile = tile.feature_tile;
-      if (kWeightsFirst && thread < 32) {
+      if (kWeightsFirst && warp() < kWeightWarps) {
         ring.wait_empty(at);
         load_weights(at.stage, tile, 0);
       }
       u32 x_row[kPasses];
       const int width = find_rows(x_row, tile);
-      if (kSorted && warp() > 1) continue;
+      const Box box = box_of_lane(width);
       const int end = runs.end_of_run(first_tile);
-      for (; tile.feature_tile < end; tile.feature_tile += kCluster) {
+      for (; tile.feature_tile < end; ++tile.feature_tile) {
         const char* x = static_cast<const char*>(p.x);
         for (int k_stage = 0; k_stage < runs.k_stages(); ++k_stage) {
           ring.wait_empty(at);
           if (thread < 32) {
             if (k_stage == runs.k_stages() - 1) note_rows(at.stage);
             note_tile(at.stage, tile, width);
-            const bool is_first = k_stage == 0 && tile.feature_tile == first_tile;
-            if (!kWeightsFirst || !is_first) load_weights(at.stage, tile, k_stage);
+          }
+          const bool is_first = k_stage == 0 && tile.feature_tile == first_tile;
+          if (warp() < kWeightWarps && !(kWeightsFirst && is_first)) {
+            load_weights(at.stage, tile, k_stage);
           }
           if constexpr (kSorted) {
-            if (warp() == 1) {
+            if (warp() > 0) {
               if (k_stage == 0) await<Addressing, Awaits::kRows>();
-              if constexpr (kCluster > 1) wait_both_empty(at);
-              load_boxes(at.stage, tile.row_begin, k_stage, width);
+              load_box(at.stage, tile.row_begin, k_stage, box);
             }
           } else {
             if (k_stage == 0) await<Addressing, Awaits::kRows>();
@@ -214,18 +203,13 @@ class Prefill {
       }
     }
     await<Addressing, Awaits::kRows>();
-    if (kSorted && warp() > 1) return;
     ring.wait_empty(at);
-    if (thread < 32) {
-      if (thread == 0) {
-        ptx::store_shared(width_note(at.stage), 0);
-        ptx::mbarrier_arrive(ring.full(at.stage));
-      }
-      ptx::mbarrier_arrive(ring.full(at.stage));
-    }
+    if (thread == 0) ptx::store_shared(width_note(at.stage), 0);
+    if (warp() == 0) ptx::mbarrier_arrive(ring.full(at.stage));
+    if (warp() < kWeightWarps && lane() == 0) ptx::mbarrier_arrive(ring.full(at.stage));
     if (thread == 0) runs.end();
     if constexpr (kSorted) {
-      if (thread == 32) ptx::mbarrier_arrive(ring.full(at.stage));
+      if (warp() > 0 && lane() == 0) ptx::mbarrier_arrive(ring.full(at.stage));
     } else {
       ptx::mbarrier_arrive_after_cp_async(ring.full(at.stage));
     }
@@ -272,19 +256,6 @@ class Prefill {
     return kConfig.min_width + round_up(max_of(used - kConfig.min_width, 0), kConfig.width_step);
   }
 
-  // That a stage is empty in the other block of the cluster too; it arrives.
-  SmemAddress both_empty(int stage) const {
-    return smem.barriers + 16 * kConfig.stages + 8 * stage;
-  }
-  // The stage is empty here; waits until it is in the other block too.
-  void wait_both_empty(RingPosition<kConfig.stages> at) const {
-    if (lane() == 0) {
-      const int other = 1 - ptx::cluster_rank();
-      ptx::cluster_mbarrier_arrive(ptx::cluster_address(both_empty(at.stage), other));
-    }
-    ptx::mbarrier_wait(both_empty(at.stage), at.phase);
-  }
-
   int row_of(int token) const { return ptx::load_shared(smem.rows + 4 * token); }
 
   // Sends the tile's output rows along: the first warp writes them all, since its lanes' arrivals
@@ -306,9 +277,10 @@ class Prefill {
   void load_weights(int stage, const Tile& tile, int k_stage) {
     const int units = min_of(kConfig.units(), runs.k_units() - k_stage * kConfig.units());
     const int num_stripes = runs.tile_stripes(tile.feature_tile);
+    const int first = warp() * kWarpStripes;
+    const int count = max_of(min_of(num_stripes - first, kWarpStripes), 0);
     if (lane() == 0) {
-      ptx::mbarrier_arrive_expect_bytes(ring.full(stage),
-                                        num_stripes * kConfig.units() * kUnitBytes);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), count * kConfig.units() * kUnitBytes);
     }
     bool is_ordinary = false;
     if constexpr (kMemoryBound) {
@@ -318,11 +290,12 @@ class Prefill {
     const u64 policy = is_ordinary ? ptx::evict_unchanged() : ptx::evict_first();
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
-    if (lane() < num_stripes) {
+    if (lane() < count) {
+      const int stripe = first + lane();
       const i64 source =
-          unit_offset(ptx::opaque(tile.expert), runs.first_stripe(tile.feature_tile) + lane(),
+          unit_offset(ptx::opaque(tile.expert), tile.feature_tile * kConfig.stripes() + stripe,
                       k_stage * kConfig.units(), runs.stripes(), runs.k_units());
-      const SmemAddress target = weight_stage(stage) + lane() * kConfig.units() * kUnitBytes;
+      const SmemAddress target = weight_stage(stage) + stripe * kConfig.units() * kUnitBytes;
       const char* weight = static_cast<const char*>(p.weight) + source;
       ptx::bulk_load(target, weight, units * kUnitBytes, ring.full(stage), policy);
 #pragma unroll 1
@@ -332,32 +305,39 @@ class Prefill {
     }
   }
 
-  // Copies the tile's rows of x, which begin at `first_row`, box by box: half of the warp one unit,
-  // half the next. A box beyond the end of x or of K brings zeros, and all of its bytes; rows
-  // behind the tile's own are other experts', and their sums are dropped. All boxes arrive here;
-  // those that other blocks of the cluster ask for may do so before their bytes are announced.
-  void load_boxes(int stage, int first_row, int k_stage, int width) const {
-    static_assert(kConfig.block_m <= 16 * kBoxRows, "half a warp asks for the boxes of a unit");
-    const int boxes = ceil_div(width, kBoxRows);
-    constexpr int kUnits = kConfig.units();
+  // Where rows lie sorted: what a lane copies of every stage of a tile, 64 K of 16 rows. The loading
+  // warps but the first deal out a stage's boxes among them.
+  struct Box {
+    int unit;
+    int token;  // the first of its rows
+    bool exists;
+    int of_warp;  // boxes of the lane's warp
+  };
+  Box box_of_lane(int width) const {
+    static_assert(kConfig.units() * ceil_div(kConfig.block_m, kBoxRows) <= 32 * kBoxWarps,
+                  "a lane copies at most one box of a stage");
+    const int boxes_of_unit = ceil_div(width, kBoxRows);
+    const int boxes = boxes_of_unit * kConfig.units();
+    const int index = lane() * kBoxWarps + warp() - 1;
+    return {.unit = index / boxes_of_unit,
+            .token = index % boxes_of_unit * kBoxRows,
+            .exists = index < boxes,
+            .of_warp = ceil_div(max_of(boxes - (warp() - 1), 0), kBoxWarps)};
+  }
+
+  // Copies the lane's box of the tile's rows of x, which begin at `first_row`. A box beyond the end
+  // of x or of K brings zeros, and all of its bytes; rows behind the tile's own are other experts',
+  // and their sums are dropped.
+  void load_box(int stage, int first_row, int k_stage, const Box& box) const {
     if (lane() == 0) {
-      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), boxes * kUnits * kBoxBytes);
+      ptx::mbarrier_arrive_expect_bytes(ring.full(stage), box.of_warp * kBoxBytes);
     }
     // The bytes are announced before the first of them can arrive.
     ptx::sync_warp();
-    const int box = lane() % 16;
-    if (box >= boxes || (kCluster > 1 && box % kCluster != ptx::cluster_rank())) return;
-#pragma unroll 1
-    for (int unit = lane() / 16; unit < kUnits; unit += 2) {
-      const SmemAddress target = x_stage(stage) + unit * kConfig.x_unit_bytes() + box * kBoxBytes;
-      const int k = (k_stage * kConfig.units() + unit) * kUnitK, row = first_row + box * kBoxRows;
-      if constexpr (kCluster == 1) {
-        ptx::tensor_load_2d(target, &addressing.p.x_map, k, row, ring.full(stage));
-      } else {
-        ptx::cluster_tensor_load_2d(target, &addressing.p.x_map, k, row, ring.full(stage),
-                                    (1 << kCluster) - 1);
-      }
-    }
+    if (!box.exists) return;
+    ptx::tensor_load_2d(x_stage(stage) + box.unit * kConfig.x_unit_bytes() + box.token * 128,
+                        &addressing.p.x_map, (k_stage * kConfig.units() + box.unit) * kUnitK,
+                        first_row + box.token, ring.full(stage));
   }
 
   // Copies the thread's part of the tile's rows; `x` is where K of the stage begins in row 0. The
@@ -579,7 +559,7 @@ class Prefill {
   int ordinary_left = 0;  // stages of weights that may leave L2 in ordinary turn
   int ordinary_rows = 0;  // most rows of a tile whose weights do
   const SegmentTable table{smem.table};
-  Runs<kConfig, kCluster> runs{p, table, smem.next_runs, smem.barriers + 24 * kConfig.stages};
+  const Runs<kConfig> runs{p, table, smem.next_run};
 };
 
 template <PrefillConfig kConfig, class Addressing>

@@ -31,7 +31,6 @@ struct RouteParams {
   int block_m;
   int capacity;  // positions that `routes` has room for
   int num_blocks;
-  int reserved;
 };
 static_assert(sizeof(RouteParams) == 104, "RouteParams must match jit/params.py");
 

@@ -20,12 +20,6 @@ enum class Awaits {
 template <class Addressing>
 inline constexpr bool kIsStage = requires { Addressing::kAwaits; };
 
-// Whether blocks of a cluster may copy rows of x for each other.
-template <class Addressing>
-constexpr bool may_share_rows() {
-  return Addressing::kSortedRows && !kIsStage<Addressing>;
-}
-
 template <class Addressing>
 inline constexpr bool kHasSwiglu = requires { Addressing::kSwiglu; };
 

@@ -46,8 +46,8 @@ class _Call:
         on_cuda: Whether a kernel computes, not the reference.
         kernel: The kernel to launch; None if there is no row to route.
         sizes: Numbers of the GEMM's parameters: num_experts, n, k.
-        counts: Numbers of the addressing's parameters: num_routes, top_k, block_m, num_blocks,
-            num_positions, and one that is not in use.
+        counts: Numbers of the addressing's parameters: num_routes, top_k, block_m, num_blocks and
+            num_positions.
     """
 
     num_routes: int
@@ -58,7 +58,7 @@ class _Call:
     on_cuda: bool
     kernel: KernelKey | None
     sizes: tuple[int, int, int]
-    counts: tuple[int, int, int, int, int, int]
+    counts: tuple[int, int, int, int, int]
 
 
 _calls: dict[Hashable, _Call] = {}
@@ -318,7 +318,7 @@ def _check_call(
         on_cuda=x.is_cuda,
         kernel=kernel,
         sizes=(experts.num_experts, experts.n, experts.k),
-        counts=(num_routes, top_k, block_m, expert_ids.numel(), sorted_token_ids.numel(), 0),
+        counts=(num_routes, top_k, block_m, expert_ids.numel(), sorted_token_ids.numel()),
     )
 
 

@@ -309,7 +309,7 @@ def _launch(
         ))
         down.launch(stream, (
             middle, w2_at, rows, *down_scratch, num_experts, w2.n, w2.k,
-            middle_map, offsets, num_experts, 0,
+            middle_map, offsets, num_experts,
         ))
         combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (
             rows, positions, on_rows, call.weight_type, out + 2 * start * w2.n, top_k, w2.n,

@@ -92,4 +92,4 @@ def launch(
     blocks, share = grid(routes.num_routes, num_sms)
     if blocks > 1:
         count.launch(stream, blocks, (*routes, share, counts))
-    route.launch(stream, blocks, (*routes, share, counts, *buffers, 0))
+    route.launch(stream, blocks, (*routes, share, counts, *buffers))

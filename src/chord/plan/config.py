@@ -46,24 +46,6 @@ class _Rendered:
         values = " ".join(f"{key}={value}" for key, value in self.fields().items())
         return f"{self.kernel} {values}"
 
-    def cluster(self, may_share: bool) -> int:
-        """Return how many neighbouring blocks work together.
-
-        Args:
-            may_share: Whether they may copy rows of x for each other.
-        """
-        return 1
-
-    def grid(self, num_sms: int, may_share: bool) -> int:
-        """Return the blocks of a launch: one a multiprocessor, in whole clusters.
-
-        Args:
-            num_sms: Multiprocessors.
-            may_share: As for `cluster`.
-        """
-        cluster = self.cluster(may_share)
-        return max(cluster, num_sms // cluster * cluster)
-
 
 @dataclass(frozen=True)
 class DecodeConfig(_Rendered):
@@ -200,14 +182,6 @@ class PrefillConfig(_Rendered):
     def threads(self) -> int:
         """Return the threads of a block."""
         return 32 * self.warps + 128
-
-    def cluster(self, may_share: bool) -> int:
-        """Return how many neighbouring blocks copy rows of x for each other.
-
-        Args:
-            may_share: Whether they may.
-        """
-        return 2 if may_share and self.block_m >= 64 and self.block_k >= 256 else 1
 
     def smem_bytes(self) -> int:
         """Return the dynamic shared memory of a block."""

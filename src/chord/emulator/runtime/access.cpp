@@ -21,9 +21,7 @@ std::string epoch_text(const GlobalEpoch& epoch) {
               place_text(epoch.place).c_str());
 }
 
-GlobalEpoch global_epoch(Where where) {
-  return {self->block->index, self->index, self->clock(), place_of(where)};
-}
+GlobalEpoch global_epoch(Where where) { return {self->block->index, self->index, place_of(where)}; }
 
 PartialGranule& partial_granule(Region& region, const void* address, Where where) {
   if (region.use != Use::kPartial) {
@@ -32,16 +30,11 @@ PartialGranule& partial_granule(Region& region, const void* address, Where where
   return region.partial[(static_cast<const unsigned char*>(address) - region.begin) / 16];
 }
 
-Region& counter_or_fail(const std::uint32_t* address, const char* action, Where where) {
+void check_counter(const std::uint32_t* address, const char* action, Where where) {
   touch();
-  Region& region = region_or_fail(address, 4, action, where);
+  const Region& region = region_or_fail(address, 4, action, where);
   if (region.use != Use::kCounters)
     fail(where, std::string(action) + " a counter in " + region.name);
-  return region;
-}
-
-CounterState& counter_state(Region& region, const std::uint32_t* address) {
-  return region.counters[address - reinterpret_cast<const std::uint32_t*>(region.begin)];
 }
 
 // What a place without a sum holds; the kernels' kNoSum.
@@ -60,15 +53,6 @@ void wake_partial_waiters(const void* address) {
 }
 
 }  // namespace
-
-std::shared_ptr<const Foreign> released_knowledge() {
-  Thread& thread = *self;
-  auto snapshot = std::make_shared<Foreign>();
-  snapshot->clocks.resize(launch->blocks.size());
-  snapshot->clocks[thread.block->index] = thread.knowledge.seen;
-  thread.advance();
-  return join_foreign(snapshot, thread.knowledge.foreign);
-}
 
 void read_shared(std::uint32_t address, void* value, int bytes, Where where) {
   touch();
@@ -211,23 +195,12 @@ void read_partial(const void* address, void* value, int bytes, Where where) {
 }
 
 void write_counter(std::uint32_t* address, std::uint32_t value, Where where) {
-  Region& region = counter_or_fail(address, "stores", where);
-  counter_state(region, address).knowledge = released_knowledge();
+  check_counter(address, "stores", where);
   *address = value;
 }
 
-// Hands no knowledge on.
-std::uint32_t take_number(std::uint32_t* counter, Where where) {
-  counter_or_fail(counter, "counts", where);
-  return (*counter)++;
-}
-
-// Acquires what the counter holds and releases it again with the own knowledge.
 std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where) {
-  Region& region = counter_or_fail(address, "adds to", where);
-  CounterState& state = counter_state(region, address);
-  self->knowledge.foreign = join_foreign(self->knowledge.foreign, state.knowledge);
-  state.knowledge = released_knowledge();
+  check_counter(address, "adds to", where);
   const std::uint32_t before = *address;
   *address = before + value;
   return before;

@@ -38,7 +38,6 @@ void write_partial(void* address, const void* value, int bytes, Where where);
 void read_partial(const void* address, void* value, int bytes, Where where);
 void write_counter(std::uint32_t* address, std::uint32_t value, Where where);
 std::uint32_t atomic_add(std::uint32_t* address, std::uint32_t value, Where where);
-std::uint32_t take_number(std::uint32_t* counter, Where where);
 
 // mbarrier.cpp
 void mbarrier_init(std::uint32_t barrier, int arrivals, Where where);
@@ -54,16 +53,6 @@ void tensor_load_2d(std::uint32_t target, const void* map, int k, int row, std::
                     Where where);
 void cp_async(std::uint32_t target, const void* source, bool valid, Where where);
 void mbarrier_arrive_after_cp_async(std::uint32_t barrier, Where where);
-
-// cluster.cpp, and the last one copy.cpp
-int cluster_rank();
-void cluster_arrive(Where where);
-void cluster_wait(Where where);
-std::uint32_t cluster_address(std::uint32_t address, int rank, Where where);
-void cluster_store(std::uint32_t address, int value, std::uint32_t barrier, Where where);
-void cluster_mbarrier_arrive(std::uint32_t barrier, Where where);
-void cluster_tensor_load_2d(std::uint32_t target, const void* map, int k, int row,
-                            std::uint32_t barrier, std::uint32_t ranks, Where where);
 
 // matrix.cpp
 void mma_m16n8k16(float* d, const std::uint32_t* a, std::uint32_t b0, std::uint32_t b1,

@@ -9,6 +9,22 @@ namespace chord::emulator {
 
 namespace {
 
+// Checks the target of a copy and marks it as in flight.
+void claim_target(std::uint32_t target, int bytes, bool by_async_proxy, Where where) {
+  Block& block = *self->block;
+  if (std::string why = block.shared.reject(target, bytes, 16); !why.empty()) {
+    fail(where, "copies to " + why);
+  }
+  const Epoch in_flight{kInFlight, place_of(where), 0};
+  for (int offset = 0; offset < bytes; offset += 4) {
+    Granule& granule = block.shared.granule(target + offset);
+    std::string why =
+        block.shared.reject_write(granule, self->knowledge, by_async_proxy, block.slots);
+    if (!why.empty()) fail(where, why);
+    block.shared.note_write(granule, in_flight);
+  }
+}
+
 void mark_landed(Block& block, std::uint32_t target, int bytes, Epoch epoch) {
   for (int offset = 0; offset < bytes; offset += 4) {
     block.shared.granule(target + offset).write = epoch;
@@ -40,34 +56,7 @@ const unsigned char* chunk_of(const MapOfRows& map, std::int64_t row, std::int64
 // The hardware swizzles by bits of the address.
 std::uint32_t swizzled(std::uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
-void land_cp_async(Block& block, CpAsync& copy) {
-  if (copy.landed) return;
-  copy.landed = true;
-  if (copy.source != nullptr) {
-    std::memcpy(block.shared.at(copy.target), copy.source, 16);
-  } else {
-    std::memset(block.shared.at(copy.target), 0, 16);
-  }
-}
-
-}  // namespace
-
-void claim_target(Block& block, std::uint32_t target, int bytes, bool by_async_proxy, Where where) {
-  if (std::string why = block.shared.reject(target, bytes, bytes < 16 ? bytes : 16); !why.empty()) {
-    fail(where, "copies to " + why);
-  }
-  const bool is_own = &block == self->block;
-  const Knowledge of_others = is_own ? Knowledge() : known_of(block);
-  const Knowledge& known = is_own ? self->knowledge : of_others;
-  const Epoch in_flight{kInFlight, place_of(where), 0};
-  for (int offset = 0; offset < bytes; offset += 4) {
-    Granule& granule = block.shared.granule(target + offset);
-    std::string why = block.shared.reject_write(granule, known, by_async_proxy, block.slots);
-    if (!why.empty()) fail(where, why);
-    block.shared.note_write(granule, in_flight);
-  }
-}
-
+// The bytes of a copy are in shared memory.
 void finish_bulk(Block& block, std::uint32_t target, int bytes, Mbarrier& barrier, Where where) {
   const Clock phase = barrier.phases + 1;
   mark_landed(block, target, bytes,
@@ -90,12 +79,39 @@ Mbarrier& barrier_of_bulk(Block& block, std::uint32_t address, Where where) {
   return barrier;
 }
 
-namespace {
+void land_cp_async(Block& block, CpAsync& copy) {
+  if (copy.landed) return;
+  copy.landed = true;
+  if (copy.source != nullptr) {
+    std::memcpy(block.shared.at(copy.target), copy.source, 16);
+  } else {
+    std::memset(block.shared.at(copy.target), 0, 16);
+  }
+}
 
-// Copies a box to the same place in each of `blocks`, which it reaches at its own time.
-void load_box(const std::vector<Block*>& blocks, std::uint32_t target, const void* map_bytes, int k,
-              int row, std::uint32_t address, Where where) {
+}  // namespace
+
+void bulk_load(std::uint32_t target, const void* source, int bytes, std::uint32_t address,
+               Where where) {
   touch();
+  Block& block = *self->block;
+  if (bytes <= 0 || bytes % 16 != 0) {
+    fail(where, text("bulk copy of %d bytes; it must be a multiple of 16 and more than 0", bytes));
+  }
+  check_input(source, bytes, 16, "copies from", where);
+  claim_target(target, bytes, true, where);
+  Mbarrier& barrier = barrier_of_bulk(block, address, where);
+  ++block.copies_in_flight;
+  launch->later([&block, target, source, bytes, &barrier, where] {
+    std::memcpy(block.shared.at(target), source, bytes);
+    finish_bulk(block, target, bytes, barrier, where);
+  });
+}
+
+void tensor_load_2d(std::uint32_t target, const void* map_bytes, int k, int row,
+                    std::uint32_t address, Where where) {
+  touch();
+  Block& block = *self->block;
   if (reinterpret_cast<std::uintptr_t>(map_bytes) % kMapAlignment != 0) {
     fail(where, text("copies through a tensor map that is not aligned to %d bytes", kMapAlignment));
   }
@@ -120,71 +136,30 @@ void load_box(const std::vector<Block*>& blocks, std::uint32_t target, const voi
       if (source != nullptr) check_input(source, 16, 16, "copies from", where);
     }
   }
-  for (Block* to : blocks) {
-    Block& block = *to;
-    claim_target(block, target, kBoxBytes, true, where);
-    Mbarrier& barrier = barrier_of_bulk(block, address, where);
-    ++block.copies_in_flight;
-    launch->later([&block, target, map, k, row, &barrier, where] {
-      for (int r = 0; r < kBoxRows; ++r) {
-        for (int chunk = 0; chunk < kRowBytes / 16; ++chunk) {
-          unsigned char* place = block.shared.at(swizzled(target + kRowBytes * r + 16 * chunk));
-          const unsigned char* source = chunk_of(map, std::int64_t{row} + r, k + 8 * chunk);
-          if (source != nullptr) {
-            std::memcpy(place, source, 16);
-          } else {
-            std::memset(place, 0, 16);
-          }
-        }
-      }
-      finish_bulk(block, target, kBoxBytes, barrier, where);
-    });
-  }
-}
-
-}  // namespace
-
-void bulk_load(std::uint32_t target, const void* source, int bytes, std::uint32_t address,
-               Where where) {
-  touch();
-  Block& block = *self->block;
-  if (bytes <= 0 || bytes % 16 != 0) {
-    fail(where, text("bulk copy of %d bytes; it must be a multiple of 16 and more than 0", bytes));
-  }
-  check_input(source, bytes, 16, "copies from", where);
-  claim_target(block, target, bytes, true, where);
+  claim_target(target, kBoxBytes, true, where);
   Mbarrier& barrier = barrier_of_bulk(block, address, where);
   ++block.copies_in_flight;
-  launch->later([&block, target, source, bytes, &barrier, where] {
-    std::memcpy(block.shared.at(target), source, bytes);
-    finish_bulk(block, target, bytes, barrier, where);
-  });
-}
-
-void tensor_load_2d(std::uint32_t target, const void* map_bytes, int k, int row,
-                    std::uint32_t address, Where where) {
-  load_box({self->block}, target, map_bytes, k, row, address, where);
-}
-
-void cluster_tensor_load_2d(std::uint32_t target, const void* map_bytes, int k, int row,
-                            std::uint32_t address, std::uint32_t ranks, Where where) {
-  const std::vector<Block*>& all = self->block->cluster->blocks;
-  std::vector<Block*> blocks;
-  for (std::size_t rank = 0; rank < 16; ++rank) {
-    if ((ranks >> rank & 1) == 0) continue;
-    if (rank >= all.size()) {
-      fail(where, text("copies to block %zu of a cluster of %zu", rank, all.size()));
+  launch->later([&block, target, map, k, row, &barrier, where] {
+    for (int r = 0; r < kBoxRows; ++r) {
+      for (int chunk = 0; chunk < kRowBytes / 16; ++chunk) {
+        unsigned char* place = block.shared.at(swizzled(target + kRowBytes * r + 16 * chunk));
+        const unsigned char* source = chunk_of(map, std::int64_t{row} + r, k + 8 * chunk);
+        if (source != nullptr) {
+          std::memcpy(place, source, 16);
+        } else {
+          std::memset(place, 0, 16);
+        }
+      }
     }
-    blocks.push_back(all[rank]);
-  }
-  load_box(blocks, target, map_bytes, k, row, address, where);
+    finish_bulk(block, target, kBoxBytes, barrier, where);
+  });
 }
 
 void cp_async(std::uint32_t target, const void* source, bool valid, Where where) {
   touch();
   Block& block = *self->block;
   if (valid) check_input(source, 16, 16, "copies from", where);
-  claim_target(block, target, 16, false, where);
+  claim_target(target, 16, false, where);
   auto copy =
       std::make_shared<CpAsync>(CpAsync{target, valid ? source : nullptr, place_of(where), false});
   self->copies.push_back(copy);

@@ -6,4 +6,3 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)

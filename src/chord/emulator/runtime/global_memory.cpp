@@ -5,7 +5,7 @@
 namespace chord::emulator {
 
 void GlobalMemory::add(const char* name, void* begin, std::uint64_t bytes, Use use) {
-  Region region{name, static_cast<unsigned char*>(begin), bytes, use, {}, {}, {}};
+  Region region{name, static_cast<unsigned char*>(begin), bytes, use, {}, {}};
   if (use == Use::kOutput) region.written.resize((bytes + 3) / 4);
   if (use == Use::kPartial) region.partial.resize((bytes + 15) / 16);
   regions_.push_back(std::move(region));

@@ -2,13 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
 #include <source_location>
 #include <string>
 #include <vector>
-
-#include "knowledge.hpp"
 
 namespace chord::emulator {
 
@@ -20,7 +16,6 @@ enum class Use : int { kInput = 0, kOutput = 1, kPartial = 2, kCounters = 3, kAw
 struct GlobalEpoch {
   int block = -1;
   int thread = 0;
-  Clock clock = 0;
   std::uint16_t place = 0;
 };
 
@@ -33,19 +28,13 @@ struct PartialGranule {
   int reader_thread = -1;
 };
 
-// What the last release of a counter handed over.
-struct CounterState {
-  std::shared_ptr<const Foreign> knowledge;
-};
-
 struct Region {
   std::string name;
   unsigned char* begin;
   std::uint64_t bytes;
   Use use;
-  std::vector<std::uint16_t> written;              // kOutput: place of each 4 bytes, 0 for none
-  std::vector<PartialGranule> partial;             // kPartial
-  std::map<std::uint64_t, CounterState> counters;  // kCounters, by index
+  std::vector<std::uint16_t> written;   // kOutput: place of each 4 bytes, 0 for none
+  std::vector<PartialGranule> partial;  // kPartial
 };
 
 class GlobalMemory {

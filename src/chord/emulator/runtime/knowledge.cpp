@@ -1,7 +1,5 @@
 #include "knowledge.hpp"
 
-#include <algorithm>
-
 namespace chord::emulator {
 
 namespace {
@@ -15,31 +13,9 @@ void join_clocks(std::vector<Clock>& into, const std::vector<Clock>& from) {
 
 }  // namespace
 
-std::shared_ptr<const Foreign> join_foreign(const std::shared_ptr<const Foreign>& a,
-                                            const std::shared_ptr<const Foreign>& b) {
-  if (a == b || b == nullptr) return a;
-  if (a == nullptr) return b;
-  auto joined = std::make_shared<Foreign>(*a);
-  bool grew = false;
-  for (std::size_t block = 0; block < b->clocks.size(); ++block) {
-    const std::vector<Clock>& from = b->clocks[block];
-    std::vector<Clock>& into = joined->clocks[block];
-    if (from.empty()) continue;
-    if (into.empty()) into.resize(from.size());
-    for (std::size_t i = 0; i < from.size(); ++i) {
-      if (from[i] > into[i]) {
-        into[i] = from[i];
-        grew = true;
-      }
-    }
-  }
-  return grew ? joined : a;
-}
-
 void Knowledge::join(const Knowledge& other) {
   join_clocks(seen, other.seen);
   join_clocks(async, other.async);
-  foreign = join_foreign(foreign, other.foreign);
 }
 
 }  // namespace chord::emulator

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace chord::emulator {
@@ -25,26 +24,14 @@ struct Slots {
   int collective(int warp) const { return threads + 2 * kMaxBarriers + warp; }
   int wgmma(int warp) const { return threads + 2 * kMaxBarriers + warps + warp; }
   int count() const { return threads + 2 * kMaxBarriers + 2 * warps; }
-  bool is_generic(int slot) const {
-    return slot < threads || (slot >= cp_async(0) && slot < wgmma(0));
-  }
-};
-
-// What is known of other blocks' threads: `clocks[block]` is empty where nothing is.
-struct Foreign {
-  std::vector<std::vector<Clock>> clocks;
 };
 
 struct Knowledge {
   std::vector<Clock> seen;   // by ordinary accesses
   std::vector<Clock> async;  // by the async proxy
-  std::shared_ptr<const Foreign> foreign;
 
   explicit Knowledge(int slots = 0) : seen(slots), async(slots) {}
   void join(const Knowledge& other);
 };
-
-std::shared_ptr<const Foreign> join_foreign(const std::shared_ptr<const Foreign>& a,
-                                            const std::shared_ptr<const Foreign>& b);
 
 }  // namespace chord::emulator

@@ -15,8 +15,7 @@ int chord_emulator_run(const ChordUnit* unit, const void* params, int blocks,
     const ChordTensor& tensor = tensors[i];
     memory.add(tensor.name, tensor.begin, tensor.bytes, static_cast<Use>(tensor.use));
   }
-  Launch emulated(
-      {unit->entry, params, unit->threads, unit->smem_bytes, unit->cluster, blocks, seed}, &memory);
+  Launch emulated({unit->entry, params, unit->threads, unit->smem_bytes, blocks, seed}, &memory);
   std::string message = emulated.run();
   for (const Region& region : memory.regions()) {
     for (std::size_t i = 0; i < region.partial.size() && message.empty(); ++i) {

@@ -6,7 +6,6 @@ struct ChordUnit {
   void (*entry)(const void* params);
   int threads;
   int smem_bytes;
-  int cluster = 1;  // blocks of a cluster
 };
 
 // One tensor that the kernel may touch; `use` as in global_memory.hpp.
@@ -21,8 +20,7 @@ extern "C" {
 // Every unit defines it.
 extern const ChordUnit chord_unit;
 
-// Runs a launch of `blocks` co-resident blocks, whole clusters. Returns 0, or 1 with the reason in
-// `error`.
+// Runs a launch of `blocks` co-resident blocks. Returns 0, or 1 with the reason in `error`.
 int chord_emulator_run(const ChordUnit* unit, const void* params, int blocks,
                        unsigned long long seed, const ChordTensor* tensors, int num_tensors,
                        char* error, int error_bytes);

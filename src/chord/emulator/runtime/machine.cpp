@@ -50,10 +50,6 @@ void Launch::make_block(int index) {
   Block& block = *blocks.back();
   const int threads = arguments.threads, warps = threads / 32;
   block.index = index;
-  if (index % arguments.cluster == 0) clusters.push_back(std::make_unique<Cluster>());
-  block.cluster = clusters.back().get();
-  block.cluster->blocks.push_back(&block);
-  block.cluster->pending += arguments.threads;
   block.slots = {threads, warps};
   block.shared.reset(arguments.smem_bytes);
   block.named.resize(kNamedBarriers);

@@ -22,16 +22,7 @@ struct Block;
 struct Warp;
 
 // What a thread waits for; `text` is written only for a report.
-enum class State : std::uint8_t {
-  kReady,
-  kWarp,
-  kNamed,
-  kCluster,
-  kMbarrier,
-  kPartial,
-  kRegisters,
-  kDone
-};
+enum class State : std::uint8_t { kReady, kWarp, kNamed, kMbarrier, kPartial, kRegisters, kDone };
 
 struct CpAsync {
   std::uint32_t target;
@@ -72,8 +63,6 @@ struct Thread {
   bool has_fenced = false;
   bool agreed = false;       // what the last barrier with a vote said
   bool has_awaited = false;  // the kernel before this one
-  int cluster_arrivals = 0;  // at the barrier of the cluster
-  int cluster_waits = 0;
   Fiber fiber;
 
   Clock clock() const { return knowledge.seen[index]; }
@@ -157,7 +146,6 @@ struct Mbarrier {
   Epoch initialised;
   Thread* initialiser = nullptr;
   bool fenced = false;
-  int told = -1;          // the barrier of the cluster at which other blocks hear of it, none: -1
   Knowledge arrivals;     // of all phases up to the open one
   Knowledge released;     // of all completed phases
   Clock bytes_phase = 0;  // last phase that copies were counted in, and the last one waited for
@@ -178,15 +166,6 @@ struct Block {
   int alive = 0;
   int free_registers = 0;
   bool has_awaited = false;
-  struct Cluster* cluster = nullptr;
-};
-
-// Neighbouring blocks and the barrier of all their threads.
-struct Cluster {
-  std::vector<Block*> blocks;
-  int pending = 0;  // threads that have not arrived
-  int phases = 0;   // completed so far
-  std::vector<Thread*> waiters;
 };
 
 inline Thread& lane_of(Warp& warp, int lane) {
@@ -206,7 +185,6 @@ struct LaunchArguments {
   const void* params;
   int threads;
   int smem_bytes;
-  int cluster;
   int blocks;
   std::uint64_t seed;
 };
@@ -227,7 +205,6 @@ class Launch {
   GlobalMemory* global;
   Random random;
   std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<std::unique_ptr<Cluster>> clusters;
   std::string error;
   Fiber scheduler;
   std::vector<Thread*> partial_waiters;
@@ -271,10 +248,6 @@ inline void touch() { self->empty_reads = 0; }
 // Brings the 32 lanes together: the last one to arrive runs `execute`, then all go on.
 void meet(Collective kind, Where where, void* arguments, void (*execute)(Warp& warp));
 
-// What the running thread knows, for whoever acquires it.
-std::shared_ptr<const Foreign> released_knowledge();
-
-// Fails where the barrier is another block's and the running thread has not heard of it.
 Mbarrier& find_barrier(Block& block, std::uint32_t address, const char* action, Where where);
 // Fails if more bytes have arrived than the arrivals, now complete, announced.
 void check_announced(const Block& block, const Mbarrier& barrier, Where where);
@@ -282,17 +255,6 @@ void check_announced(const Block& block, const Mbarrier& barrier, Where where);
 void try_complete(Mbarrier& barrier);
 
 void arrive(Block& block, Mbarrier& barrier, const char* action, Where where);
-
-// What the running thread knows of another block. Whether the async proxy may rely on it is not
-// told between blocks.
-Knowledge known_of(const Block& block);
-
-// Checks the target of a copy in any block of the cluster and marks it as in flight.
-void claim_target(Block& block, std::uint32_t target, int bytes, bool by_async_proxy, Where where);
-// The barrier that counts the bytes of a copy.
-Mbarrier& barrier_of_bulk(Block& block, std::uint32_t address, Where where);
-// The bytes of a copy are in shared memory.
-void finish_bulk(Block& block, std::uint32_t target, int bytes, Mbarrier& barrier, Where where);
 
 // Executes the oldest wgmma in the queue, if any.
 void wgmma_step(Warp& warp);

@@ -30,28 +30,11 @@ void release_to(Mbarrier& barrier) {
   self->advance();
 }
 
-// Barriers are told to other blocks by the barrier of the cluster behind fence_mbarrier_init.
-void check_told(const Block& block, const Mbarrier& barrier, const char* action, Where where) {
-  if (block.alive == 0) {
-    fail(where, text("%s %s of block %d, which has ended", action, barrier_text(barrier).c_str(),
-                     block.index));
-  }
-  if (barrier.told < 0 || barrier.told >= self->cluster_waits) {
-    fail(where, text("%s %s of block %d, of which it has not heard: fence_mbarrier_init and "
-                     "cluster_arrive there, then cluster_wait here",
-                     action, barrier_text(barrier).c_str(), block.index));
-  }
-}
-
 }  // namespace
 
 Mbarrier& find_barrier(Block& block, std::uint32_t address, const char* action, Where where) {
   for (Mbarrier& barrier : block.mbarriers) {
     if (barrier.address != address) continue;
-    if (self != nullptr && self->block != &block) {
-      check_told(block, barrier, action, where);
-      return barrier;
-    }
     if (self != nullptr &&
         self->knowledge.seen[barrier.initialised.slot] < barrier.initialised.clock) {
       fail(where, std::string(action) + " " + barrier_text(barrier) + ", which thread " +

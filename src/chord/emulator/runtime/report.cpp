@@ -65,10 +65,6 @@ std::string wait_text(const Thread& thread) {
                   barrier.arrived.size(), barrier.expected);
       break;
     }
-    case State::kCluster:
-      what = text("the barrier of the cluster, at which %d threads have not arrived",
-                  thread.block->cluster->pending);
-      break;
     case State::kMbarrier:
       what = mbarrier_text(thread);
       break;

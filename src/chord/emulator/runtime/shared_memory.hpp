@@ -10,8 +10,6 @@
 
 namespace chord::emulator {
 
-struct Thread;
-
 inline constexpr std::uint16_t kUninitialised = 0xffff;
 inline constexpr std::uint16_t kInFlight = 0xfffe;
 inline constexpr std::uint16_t kBarrier = 0xfffd;

@@ -16,7 +16,6 @@ struct Indexed {
     int block_m;
     int num_blocks;     // blocks that expert_ids has room for
     int num_positions;  // positions that row_ids has room for
-    int reserved;
   };
 
   static constexpr bool kSortedRows = false;

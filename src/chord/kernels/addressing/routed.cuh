@@ -60,7 +60,6 @@ struct RoutedDownParams {
   TensorMap x_map;  // rows of x, for prefill
   const int* offsets;
   int num_experts;
-  int reserved;
 };
 static_assert(sizeof(RoutedDownParams) == 192, "RoutedDownParams must match jit/params.py");
 

@@ -12,11 +12,6 @@ using i64 = long long;
 // A byte address in the block's shared memory, as the shared state space counts it.
 using SmemAddress = u32;
 
-// One in the shared memory of any block of the cluster.
-struct ClusterAddress {
-  u32 value;
-};
-
 struct alignas(8) U32x2 {
   u32 x, y;
 };

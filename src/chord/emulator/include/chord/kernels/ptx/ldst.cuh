@@ -143,7 +143,7 @@ inline void store_release(u32* address, u32 value,
 }
 
 inline u32 take_number(u32* counter, emulator::Where where = emulator::Where::current()) {
-  return emulator::take_number(counter, where);
+  return emulator::atomic_add(counter, 1, where);
 }
 
 inline u32 atomic_add(u32* address, u32 value, emulator::Where where = emulator::Where::current()) {
