@@ -305,8 +305,8 @@ class Prefill {
     }
   }
 
-  // Where rows lie sorted: what a lane copies of every stage of a tile, 64 K of 16 rows. The loading
-  // warps but the first deal out a stage's boxes among them.
+  // Where rows lie sorted: what a lane copies of every stage of a tile, 64 K of 16 rows. All loading
+  // warps but the first deal out a stage's boxes.
   struct Box {
     int unit;
     int token;  // the first of its rows
@@ -326,8 +326,8 @@ class Prefill {
   }
 
   // Copies the lane's box of the tile's rows of x, which begin at `first_row`. A box beyond the end
-  // of x or of K brings zeros, and all of its bytes; rows behind the tile's own are other experts',
-  // and their sums are dropped.
+  // of x or of K brings zeros, and all of its bytes; rows behind the tile's own are other
+  // experts', and their sums are dropped.
   void load_box(int stage, int first_row, int k_stage, const Box& box) const {
     if (lane() == 0) {
       ptx::mbarrier_arrive_expect_bytes(ring.full(stage), box.of_warp * kBoxBytes);
