@@ -305,8 +305,8 @@ class Prefill {
     }
   }
 
-  // Where rows lie sorted: what a lane copies of every stage of a tile, 64 K of 16 rows. All loading
-  // warps but the first deal out a stage's boxes.
+  // Where rows lie sorted: what a lane copies of every stage of a tile, 64 K of 16 rows. Loading
+  // warps but the first deal out the boxes of a stage.
   struct Box {
     int unit;
     int token;  // the first of its rows
