@@ -3,10 +3,11 @@
 //
 // Roles      two multiplying warpgroups (0, 1), 128 features each: two m64 tiles, whose rows are
 //            dealt out so that a warp owns 32 neighbouring features; one loading warpgroup (2).
-// Ring       full[s]: 33 arrivals of the loader's first warp (one announces the bytes of the
-//            weights, and each lane releases its own notes) + these bytes; and for x 128 arrivals
-//            when the loader's cp.async have landed, or, where rows lie sorted, one of each of its
-//            other warps + the bytes of x.
+// Ring       full[s]: for weights one arrival of each loading warp that asks for some (the first
+//            where rows lie sorted, else all four; it announces their bytes) + these bytes; one of
+//            each lane of the first (it releases its own notes); for x 128 when the loader's
+//            cp.async have landed, or, where rows lie sorted, one of each of its other warps + the
+//            bytes of x.
 //            empty[s]: one arrival a multiplying thread; each releases what it read.
 // Barriers   named 1: the loaders, around the rows of a tile; 2 to 5: two neighbouring multiplying
 //            warps, once more than they store batches of a tile (epilogue.cuh).
@@ -17,8 +18,7 @@
 //            tile's own width (its valid rows) picks the instruction, so padding costs nothing.
 // Timeline   loader: take a tile | wait empty | bulk copies of weights; rows of x by cp.async, or,
 //            where they lie sorted (kSortedRows), by boxes of 16 through a tensor map: cp.async
-//            writes shared memory in pieces, which costs 9 % in the widest tiles. A copy takes the
-//            warp that asks for it about 60 cycles, so three warps ask for boxes
+//            writes shared memory in pieces, which costs 9 % in the widest tiles
 //            groups: wait full | dequantise step i + 1 while the tensor cores run step i, fetch the
 //            next unit's codes | arrive empty | after a tile: store
 #pragma once
@@ -68,12 +68,13 @@ class Prefill {
   // Narrow tiles are about equally long: memory takes longer than they do.
   static constexpr bool kLongestFirst = kConfig.block_m > 32;
   static constexpr int kLoaders = 128;
-  // Arrivals for x. The loading warps that fill stages all arrive: one that did not might fall
-  // behind by a turn of the ring and wait for a phase that is long over.
+  // Loading warps that ask for boxes of x, and for weights. Lanes of a warp take turns to ask,
+  // about 60 cycles each.
   static constexpr int kBoxWarps = kLoaders / 32 - 1;
-  // Loading warps that ask for weights. Lanes of a warp take turns to ask, 60 cycles each.
   static constexpr int kWeightWarps = kSorted ? 1 : kLoaders / 32;
   static constexpr int kWarpStripes = kConfig.stripes() / kWeightWarps;
+  // Arrivals for x. The loading warps that fill stages all arrive: one that did not might fall
+  // behind by a turn of the ring and wait for a phase that is long over.
   static constexpr int kRowArrivals = kSorted ? kBoxWarps : kLoaders;
   // Eight neighbouring threads copy one row of 128 bytes, so that a warp reads whole lines.
   static constexpr int kRowsPerPass = kLoaders / 8;
