@@ -648,7 +648,6 @@ DIRECT = (
     ),
 )
 
-# Tiles of two eights.
 # Where tiles are items, and where they are not for one has no rows.
 DIRECT_ITEMS = (
     Fault(
@@ -666,6 +665,8 @@ DIRECT_ITEMS = (
         WRONG_RESULT,
     ),
 )
+
+# Tiles of two eights.
 DIRECT_EIGHTS = (
     *(fault for fault in DECODE if fault.name == "one store buffer instead of two"),
     Fault(

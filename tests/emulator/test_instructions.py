@@ -253,13 +253,6 @@ def test_additions_to_shared_memory() -> None:
     assert torch.equal(result, (1000 * torch.arange(8) + threads.sum(0)).int())
 
 
-def fill_in(body: str, words: dict[str, str]) -> str:
-    """Put texts in the place of words of a body."""
-    for word, text in words.items():
-        body = re.sub(rf"\b{word}\b", text, body)
-    return body
-
-
 BOX = """
   alignas(64) const u64 map[16] = {reinterpret_cast<u64>(p.in), ROWS, 96, 192};
   const SmemAddress barrier = smem + 4096;
@@ -280,7 +273,10 @@ X_ROWS = 20
 def box_body(k: int = 0, row: int = 0, **words: str) -> str:
     """Return a body that copies the box at (row, k) of bf16 [ROWS, 96] and shows its bytes."""
     words = {"ROWS": str(X_ROWS), "FENCE": "ptx::fence_mbarrier_init()", "TARGET": "smem"} | words
-    return fill_in(BOX, words | {"K": str(k), "ROW": str(row)})
+    body = BOX
+    for word, text in (words | {"K": str(k), "ROW": str(row)}).items():
+        body = re.sub(rf"\b{word}\b", text, body)
+    return body
 
 
 @pytest.mark.parametrize("target", ("smem", "smem + 1024"))
