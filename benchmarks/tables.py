@@ -75,6 +75,12 @@ works, and all contestants are to meet the same. Before each call the L2 is flus
 the CPU takes to launch it, so that no launch is timed; where a record's `timer` does not say so, it
 was flushed once, for about 60 us. It is flushed by writing, so that each call first writes back up
 to an L2 of foreign lines, the peers' calls and the floor's as well.
+
+Nearly all rows run at the card's power limit, so that a kernel's time is its energy. Where bytes
+and multiplications take about equally long (40 to 170 rows an expert), the floor counts the longer
+of the two, and a kernel pays for both: Chord's takes as much energy there as the dense matmul and a
+bare stream of the weights together ([lab notes](lab/prefill.md), 91; `python benchmarks/variants.py
+energy` measures it). So those rows stand further above the floor than others.
 """
 IN_BLOCKS = (
     "Measured in blocks, not in turns: all calls of one contestant, then all of the next, so that",

@@ -3,14 +3,16 @@
     python benchmarks/variants.py build NAME SRC --config "decode max_tokens=16 ..." [...]
     python benchmarks/variants.py time tp8_decode/down/1,2,4 [...] [--config ...] [--peer humming]
     python benchmarks/variants.py layer tp8_decode/64,128 [...]
+    python benchmarks/variants.py energy ep8_prefill/gate_up/2048 [...]
 
 `build` needs no GPU: it compiles the kernels of SRC (the folder that holds `chord/kernels`, of a
 copy or a worktree with the change in it) and prints registers and spills. `time` runs on the card
 all that was built for a row's addressing, checks every row of the output, and prints medians with
 a cold L2. `layer` does so for whole layers, where a variant replaces what was built with
-`--addressing RoutedGateUp` or `RoutedDown`. A name that begins with "part" belongs to a kernel
-with something left out: its result is not looked at. Kernels are kept in `.variants`, below the
-working directory.
+`--addressing RoutedGateUp` or `RoutedDown`. `energy` calls everything that was built for a row with
+even loads, and cuBLAS with as many rows, without a pause, and prints what a call takes. A name that
+begins with "part" belongs to a kernel with something left out: its result is not looked at. Kernels
+are kept in `.variants`, below the working directory.
 
 A configuration is written as `chord explain` prints it. Launch parameters have to be those of the
 Chord that runs this.
@@ -18,10 +20,12 @@ Chord that runs this.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import time as clock
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,6 +33,7 @@ import typer
 
 import chord
 from chord.bench import layer as layers
+from chord.bench.floors import DENSE, dense_matmul
 from chord.bench.operands import POISON, ROW_ERROR_LIMIT, max_row_error, random_checkpoint
 from chord.bench.peers import load_peer
 from chord.bench.run import Chord, problem_of
@@ -125,17 +130,19 @@ def built(config: Config, addressing: str) -> Iterator[str]:
             yield folder.name
 
 
-@app.command()
-def time(
-    row: list[str],
-    config: Annotated[list[str] | None, typer.Option(help="Default: the planner's.")] = None,
-    peer: str = "",
-    repeat_ms: float = 60.0,
-) -> None:
-    """Time all variants of the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
+class Row(NamedTuple):
+    """A case with all that was built for it, each called once and looked at."""
+
+    title: str
+    case: Case
+    calls: dict[str, Call]
+
+
+def prepared(rows: list[str], configs: list[str] | None, peer: str = "") -> Iterator[Row]:
+    """Iterate over the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
     variants = Variants()
     with mock.patch.object(launching, "launcher", variants.launcher):
-        for suite, projection, todo in map(rows_of, row):
+        for suite, projection, todo in map(rows_of, rows):
             checkpoint = random_checkpoint(
                 suite.num_experts, projection.n, projection.k, torch.device("cuda")
             )
@@ -146,7 +153,7 @@ def time(
                 problem = problem_of(work)
                 planned = select.decide(problem, facts_of(0)).config
                 calls: dict[str, Call] = {}
-                for one in [parse_config(text) for text in config or ()] or [planned]:
+                for one in [parse_config(text) for text in configs or ()] or [planned]:
                     for name in built(one, problem.addressing):
                         call = variants.call(name, packed.prepare_call(work, one))
                         work.out.fill_(POISON)
@@ -157,10 +164,83 @@ def time(
                         calls[f"{name} ({one.label()})"] = call
                 if other is not None and other.handles(case):
                     calls[peer] = variants.call(None, other.prepare_call(work))
-                if not calls:
-                    continue
-                times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
-                show(f"{suite.name} {projection.name} {case.series.name} {case.tokens}", times)
+                title = f"{suite.name} {projection.name} {case.series.name} {case.tokens}"
+                yield Row(title, case, calls)
+
+
+@app.command()
+def time(
+    row: list[str],
+    config: Annotated[list[str] | None, typer.Option(help="Default: the planner's.")] = None,
+    peer: str = "",
+    repeat_ms: float = 60.0,
+) -> None:
+    """Time all variants of the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
+    for title, _, calls in prepared(row, config, peer):
+        if calls:
+            times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
+            show(title, times)
+
+
+class EnergyCounter:
+    """What the GPU has taken since the driver was loaded, in mJ; it moves on now and then."""
+
+    def __init__(self) -> None:
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._device = ctypes.c_void_p()
+        self._nvml.nvmlInit_v2()
+        self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device))
+
+    def read(self) -> int:
+        """Return the counter."""
+        value = ctypes.c_ulonglong()
+        status = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(value))
+        if status != 0:
+            raise ChordError(f"NVML has no energy counter for this GPU (status {status})")
+        return value.value
+
+    def calls_to_next(self, call: Call) -> tuple[int, int]:
+        """Call until the counter moves; return how often, and the counter."""
+        before, count = self.read(), 0
+        while (now := self.read()) == before:
+            call()
+            torch.cuda.synchronize()
+            count += 1
+        return count, now
+
+
+@app.command()
+def energy(
+    row: list[str],
+    config: Annotated[list[str] | None, typer.Option(help="Default: the planner's.")] = None,
+    seconds: float = 0.7,
+) -> None:
+    """Print time, energy and power of all variants of the rows and of cuBLAS."""
+    counter = EnergyCounter()
+    for title, case, calls in prepared(row, config):
+        if case.series.loads not in ("random", "balanced"):
+            continue
+        n, k = case.projection.n, case.projection.k
+        calls[DENSE] = dense_matmul(case.num_routes, n, k, torch.device("cuda"))
+        typer.echo(f"{title}:")
+        for name, call in calls.items():
+            repeats = 20
+            for _ in range(3):  # until the clock is what the power limit leaves
+                begin = clock.perf_counter()
+                for _ in range(repeats):
+                    call()
+                torch.cuda.synchronize()
+                took = clock.perf_counter() - begin
+                repeats = max(20, int(repeats * seconds / took / 2))
+            _, first = counter.calls_to_next(call)
+            begin = clock.perf_counter()
+            for _ in range(2 * repeats):
+                call()
+            torch.cuda.synchronize()
+            more, last = counter.calls_to_next(call)
+            took, count = clock.perf_counter() - begin, 2 * repeats + more
+            us, taken = took / count * 1e6, (last - first) / count
+            typer.echo(f"  {us:8.1f} us {taken:8.1f} mJ {taken / us * 1e3:6.0f} W  {name}")
 
 
 @app.command()
