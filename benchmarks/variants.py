@@ -138,8 +138,14 @@ class Row(NamedTuple):
     calls: dict[str, Call]
 
 
-def prepared(rows: list[str], configs: list[str] | None, peer: str = "") -> Iterator[Row]:
-    """Iterate over the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
+def prepared(
+    rows: list[str],
+    configs: list[str] | None,
+    *,
+    peer: str = "",
+    only: Callable[[Case], bool] = lambda case: True,
+) -> Iterator[Row]:
+    """Iterate over the rows that something was built for, each SUITE/PROJECTION/COUNT,COUNT,..."""
     variants = Variants()
     with mock.patch.object(launching, "launcher", variants.launcher):
         for suite, projection, todo in map(rows_of, rows):
@@ -148,7 +154,7 @@ def prepared(rows: list[str], configs: list[str] | None, peer: str = "") -> Iter
             )
             packed = Chord(checkpoint)
             other = load_peer(peer, checkpoint, todo) if peer else None
-            for case in todo:
+            for case in filter(only, todo):
                 work = make_work(case, torch.device("cuda"))
                 problem = problem_of(work)
                 planned = select.decide(problem, facts_of(0)).config
@@ -165,7 +171,8 @@ def prepared(rows: list[str], configs: list[str] | None, peer: str = "") -> Iter
                 if other is not None and other.handles(case):
                     calls[peer] = variants.call(None, other.prepare_call(work))
                 title = f"{suite.name} {projection.name} {case.series.name} {case.tokens}"
-                yield Row(title, case, calls)
+                if calls:
+                    yield Row(title, case, calls)
 
 
 @app.command()
@@ -176,10 +183,8 @@ def time(
     repeat_ms: float = 60.0,
 ) -> None:
     """Time all variants of the rows, each SUITE/PROJECTION/COUNT,COUNT,..."""
-    for title, _, calls in prepared(row, config, peer):
-        if calls:
-            times = measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms)
-            show(title, times)
+    for title, _, calls in prepared(row, config, peer=peer):
+        show(title, measure_in_turns(calls, warmup_ms=repeat_ms / 4, repeat_ms=repeat_ms))
 
 
 class EnergyCounter:
@@ -203,10 +208,23 @@ class EnergyCounter:
         """Call until the counter moves; return how often, and the counter."""
         before, count = self.read(), 0
         while (now := self.read()) == before:
-            call()
-            torch.cuda.synchronize()
+            repeat(call, 1)
             count += 1
         return count, now
+
+
+def repeat(call: Call, count: int) -> float:
+    """Call without a pause and wait for the device; return the seconds."""
+    begin = clock.perf_counter()
+    for _ in range(count):
+        call()
+    torch.cuda.synchronize()
+    return clock.perf_counter() - begin
+
+
+def has_even_loads(case: Case) -> bool:
+    """Return whether no expert of a case was made to have far more rows than others."""
+    return case.series.loads in ("random", "balanced")
 
 
 @app.command()
@@ -217,28 +235,19 @@ def energy(
 ) -> None:
     """Print time, energy and power of all variants of the rows and of cuBLAS."""
     counter = EnergyCounter()
-    for title, case, calls in prepared(row, config):
-        if case.series.loads not in ("random", "balanced"):
-            continue
+    for title, case, calls in prepared(row, config, only=has_even_loads):
         n, k = case.projection.n, case.projection.k
         calls[DENSE] = dense_matmul(case.num_routes, n, k, torch.device("cuda"))
         typer.echo(f"{title}:")
         for name, call in calls.items():
-            repeats = 20
+            count = 20
             for _ in range(3):  # until the clock is what the power limit leaves
-                begin = clock.perf_counter()
-                for _ in range(repeats):
-                    call()
-                torch.cuda.synchronize()
-                took = clock.perf_counter() - begin
-                repeats = max(20, int(repeats * seconds / took / 2))
+                count = max(20, int(count * seconds / repeat(call, count) / 2))
             _, first = counter.calls_to_next(call)
             begin = clock.perf_counter()
-            for _ in range(2 * repeats):
-                call()
-            torch.cuda.synchronize()
+            repeat(call, 2 * count)
             more, last = counter.calls_to_next(call)
-            took, count = clock.perf_counter() - begin, 2 * repeats + more
+            took, count = clock.perf_counter() - begin, 2 * count + more
             us, taken = took / count * 1e6, (last - first) / count
             typer.echo(f"  {us:8.1f} us {taken:8.1f} mJ {taken / us * 1e3:6.0f} W  {name}")
 
