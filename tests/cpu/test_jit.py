@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from chord import device as devices
 from chord.errors import CaptureError, CompileError, InputError
 from chord.jit import cache, compiler, driver, launch, params, source
 from chord.plan import legality
-from chord.plan.config import Config, DecodeConfig, DirectConfig, PrefillConfig
+from chord.plan.config import NO_SUM, Config, DecodeConfig, DirectConfig, PrefillConfig
 
 DECODE = DecodeConfig(max_tokens=8, warps=8, block_k=256, stages=5)
 PREFILL = PrefillConfig(block_m=64, min_width=8, width_step=8, block_k=128, stages=4)
@@ -257,6 +259,70 @@ def test_a_launch_hands_over_grid_block_memory_stream_and_parameters(monkeypatch
     stand_in.result = 701
     with pytest.raises(CompileError, match=r"cannot launch decode .*out of resources"):
         prepared.launch(1, values)
+
+
+class Room:
+    """Allocates scratch on the CPU, and remembers it."""
+
+    def __init__(self) -> None:
+        self.made: list[launch.Scratch] = []
+
+    def allocate(self, index: int, capture: int | None, floats: int, counters: int):
+        partial = torch.zeros(3, floats, dtype=torch.int32)
+        region = torch.zeros(2, counters, dtype=torch.int32)
+        values = tuple((partial.data_ptr(), one.data_ptr(), 9) for one in region)
+        self.made.append(launch.Scratch(partial, region, capture, values, floats, counters))
+        return self.made[-1]
+
+
+def test_scratch_of_a_capture_is_cleared_once(monkeypatch) -> None:
+    room, now = Room(), {"capture": None}
+    monkeypatch.setattr(driver, "library", StandInDriver)
+    monkeypatch.setattr(driver, "capture_id", lambda stream: now["capture"])
+    monkeypatch.setattr(launch, "is_capturing", lambda: now["capture"] is not None)
+    monkeypatch.setattr(launch, "_allocate", room.allocate)
+    for name in ("_scratch", "_captured_scratch"):
+        monkeypatch.setattr(launch, name, {})
+    wide = dataclasses.replace(DECODE, warp_features=2 * DECODE.warp_features)
+    small, large, prefill = (
+        launch.Launcher(launch.LoadedKernel(77, config, addressing, 0), num_sms=3)
+        for config, addressing in (
+            (DECODE, "RoutedGateUp"),
+            (wide, "RoutedDown"),
+            (PREFILL, "RoutedDown"),
+        )
+    )
+    nothing = launch.NOTHING_UNCLEARED
+
+    # Outside of a capture it is filled at once, and kept.
+    first, second, uncleared = launch.stages_scratch((large, small), 5)
+    assert uncleared == nothing and first[0] == second[0]
+    assert launch.stages_scratch((small, large), 5) == (first, second, nothing)
+    assert len(room.made) == 1
+    assert room.made[0].partial.eq(NO_SUM).all()
+
+    # In a capture the caller fills it: once, and with room for both.
+    for capture in (7, 8):
+        now["capture"] = capture
+        first, second, uncleared = launch.stages_scratch((small, large), 5)
+        own = room.made[-1]
+        assert (own.capture, own.floats) == (capture, wide.partial_floats())
+        assert uncleared == (own.partial.data_ptr(), own.partial.numel())
+        assert not own.partial.any() and first[0] == second[0] == own.partial.data_ptr()
+        kept = len(room.made)
+        assert launch.stages_scratch((small, large), 5) == (first, second, nothing)
+        assert small.scratch_values(5) == first
+        assert len(room.made) == kept
+
+    # A kernel that needs more in the same capture gets its own, filled.
+    _, _, more = launch.stages_scratch((large, prefill), 5)
+    assert more == nothing and room.made[-1].num_counters == PREFILL.counters()
+    assert room.made[-1].floats == wide.partial_floats()
+    assert room.made[-1].partial.eq(NO_SUM).all()
+
+    # Outside again, what was kept there still is.
+    now["capture"] = None
+    assert small.scratch_values(5)[0] == room.made[0].partial.data_ptr()
 
 
 def test_launch_config_matches_the_driver_header() -> None:

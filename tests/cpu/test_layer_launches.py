@@ -18,6 +18,7 @@ from chord import device as devices
 from chord.jit import launch as launching
 from chord.jit.params import COMBINE, COUNT, ROUTE
 from chord.ops import layer, route
+from chord.plan.config import NO_SUM
 from on_card import OnCard
 
 E, HIDDEN, MIDDLE, TOP_K, TOKENS = 6, 128, 64, 2, 10
@@ -46,6 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
         monkeypatch.setattr(module, "fixed_launcher", lambda kernel, index: noting(names[kernel]))
     monkeypatch.setattr(launching, "launcher", lambda key: noting(key.addressing))
     monkeypatch.setattr(launching, "map_of_rows", lambda key, address, rows, k: (address, rows, k))
+    monkeypatch.setattr(launching, "is_capturing", lambda: False)
     monkeypatch.setattr(launching, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "current_stream", lambda index: 5)
     monkeypatch.setattr(layer, "_calls", {})
@@ -115,6 +117,36 @@ def test_many_routes_are_counted_first(
     assert count[7] == 7  # 20 routes, three blocks
     rows = layer.space_for(TOKENS, TOP_K, E, HIDDEN, MIDDLE).rows
     assert count[8] == sort[8] == call["workspace"].data.data_ptr() + rows
+
+
+def test_the_first_sort_clears_the_scratch_of_a_new_graph(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer, "MAX_ROUTES", 8)
+    uncleared = launching.Uncleared(4096, 64)
+    scratch = ((1, 2, 3), (1, 4, 3), uncleared)
+    monkeypatch.setattr(launching, "stages_scratch", lambda stages, stream: scratch)
+    chord.fused_moe(**call)
+    sorts = [values[-4:] for name, values in launched if name == "route"]
+    nothing = (1, 0, 0, NO_SUM)
+    assert sorts == [(1, *uncleared, NO_SUM), nothing, nothing]
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks"), [(0, 1), (4, 2), (8192, 2), (8196, 3), (1 << 22, 132)]
+)
+def test_blocks_of_their_own_clear_scratch(
+    monkeypatch: pytest.MonkeyPatch, words: int, blocks: int
+) -> None:
+    grids: list[int] = []
+    noting = SimpleNamespace(launch=lambda stream, grid, values: grids.append(grid))
+    monkeypatch.setattr(route, "fixed_launcher", lambda kernel, index: noting)
+    buffers = route.Buffers(0, 0, 0, 0, 0, 1, 0, 0)
+    ids = route.RouteIds(0, 0, 0, 0, 64, 8, 8)
+    route.launch(0, 5, ids, 132, 0, buffers, launching.Uncleared(4096, words))
+    assert grids == [blocks]
 
 
 @pytest.mark.parametrize("num_experts", [1, 48, 1024])

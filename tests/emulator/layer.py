@@ -21,19 +21,23 @@ from chord.emulator.runner import (
 )
 from chord.jit.params import COMBINE, COUNT, ROUTE, WEIGHT_TYPES, FixedKernel, addressing_layout
 from chord.jit.source import ENTRY, render
-from chord.plan.config import Config
+from chord.plan.config import NO_SUM, Config
 from chord.weights import PackedExperts
 
 
 @dataclass(frozen=True, eq=False)
 class Sorted:
-    """What the route kernel writes: int32, [E + 1], [capacity] and [routes]; blocks if aligned."""
+    """What the route kernel writes: int32, [E + 1], [capacity] and [routes]; blocks if aligned.
+
+    And the scratch that it has cleared, int32.
+    """
 
     offsets: torch.Tensor
     routes: torch.Tensor
     positions: torch.Tensor
     block_experts: torch.Tensor
     num_rows_padded: torch.Tensor
+    cleared: torch.Tensor
 
 
 def _unit(kernel: FixedKernel) -> str:
@@ -94,11 +98,16 @@ def route(
     *,
     block_m: int = 1,
     num_blocks: int = 1,
+    clearing_blocks: int = 0,
+    uncleared_words: int = 0,
     seed: int = 0,
     flavour: str = "fast",
     replaced: Mapping[str, str] | None = None,
 ) -> Sorted:
-    """Sort the routes of ids, int32 or int64 [T, top_k], with every output the kernel has."""
+    """Sort the routes of ids, int32 or int64 [T, top_k], with every output the kernel has.
+
+    `clearing_blocks` more blocks clear `uncleared_words` words of scratch.
+    """
     num_routes = ids.numel()
     capacity = num_routes + num_experts * (block_m - 1)
     blocks = -(-capacity // block_m)
@@ -124,13 +133,18 @@ def route(
         "capacity": capacity,
         "num_blocks": blocks,
         "share": -(-num_routes // num_blocks),
+        "sorting_blocks": num_blocks,
+        "uncleared": empty(uncleared_words) if uncleared_words else 0,
+        "uncleared_words": uncleared_words,
+        "cleared_value": NO_SUM,
     }
-    names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded")
+    names = ("offsets", "routes", "positions", "block_experts", "num_rows_padded", "uncleared")
     if num_blocks > 1:
         values["counts"] = empty(num_blocks * num_experts)
         made = _run(COUNT, values, ("counts",), num_blocks, seed, flavour, replaced=replaced)
         values["counts"] = made["counts"]
-    made = _run(ROUTE, values, names, num_blocks, seed, flavour, replaced=replaced)
+    grid = num_blocks + clearing_blocks
+    made = _run(ROUTE, values, names, grid, seed, flavour, replaced=replaced)
     return Sorted(*(made.get(name, torch.empty(0, dtype=torch.int32)) for name in names))
 
 

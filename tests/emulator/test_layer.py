@@ -13,7 +13,7 @@ from launches import DIRECT_8, DIRECT_16, PREFILL_32, PREFILL_LONG
 import cases
 import tolerance
 from chord.emulator import EmulatorError
-from chord.plan.config import Config, DecodeConfig
+from chord.plan.config import NO_SUM, Config, DecodeConfig
 from chord.routing import align, local_experts
 from chord.weights import PackedExperts
 
@@ -112,6 +112,19 @@ def test_route_makes_the_buffers_of_align(name: str, block_m: int, num_blocks: i
     assert torch.equal(made.routes, expected.sorted_token_ids)
     assert torch.equal(made.block_experts, expected.expert_ids)
     assert torch.equal(made.num_rows_padded, expected.num_tokens_post_padded)
+
+
+@pytest.mark.parametrize("num_blocks", (1, 3))
+@pytest.mark.parametrize(("words", "clearing_blocks"), ((4, 1), (4 * 512 * 9 + 4, 2), (4096, 5)))
+def test_route_clears_scratch_beside_the_sort(
+    num_blocks: int, words: int, clearing_blocks: int
+) -> None:
+    ids = cases.topk_ids(60, 4, 12, "holes")
+    clearing = {"clearing_blocks": clearing_blocks, "uncleared_words": words}
+    check_sort(ids, 12, num_blocks=num_blocks, **clearing)
+    made = layer.route(ids, 12, num_blocks=num_blocks, **clearing)
+    assert made.cleared.eq(NO_SUM).all()
+    assert made.cleared.numel() == words
 
 
 @pytest.mark.parametrize("seed", range(3))

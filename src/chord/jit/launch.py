@@ -7,7 +7,8 @@ Scratch (partial sums and counters) belongs to a stream, so two streams never sh
 stream launches follow each other. Kernels leave no sum and counters of zero, so a stream
 handle that is destroyed and used again finds its scratch fit for use. A captured graph may be
 replayed on any stream, so every capture takes scratch of its own from the graph's memory pool and
-clears it in the graph: once a capture and stream, not once a launch.
+clears it in the graph: once a capture and stream, not once a launch, and in a whole layer by the
+route sort on its way (`stages_scratch`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -120,7 +122,7 @@ class Launcher:
         packer = layout.packer
         self.kernel = kernel
         self._index = kernel.index
-        self._room = (kernel.config.partial_floats(), kernel.config.counters())
+        self.room = (kernel.config.partial_floats(), kernel.config.counters())
         self._params = ctypes.create_string_buffer(packer.size)
         self._pack = functools.partial(packer.pack_into, self._params, 0)
         # The driver takes an array of pointers to arguments; ours has one.
@@ -153,19 +155,17 @@ class Launcher:
         Args:
             stream: Handle of torch's current stream on the kernel's device, the current one.
         """
-        floats, counters = self._room
-        key = (self._index, stream)
+        floats, counters = self.room
         capture = driver.capture_id(stream) if is_capturing() else None
-        kept = _scratch if capture is None else _captured_scratch
-        scratch = kept.get(key)
-        if scratch is None or scratch.capture != capture:
-            # The last capture's memory goes back to its pool, where the next graph may take it.
-            kept.pop(key, None)
-            scratch = kept[key] = _allocate(self._index, capture, floats, counters)
-        elif scratch.floats < floats or scratch.num_counters < counters:
-            floats = max(floats, scratch.floats)
-            counters = max(counters, scratch.num_counters)
-            scratch = kept[key] = _allocate(self._index, capture, floats, counters)
+        scratch = (_scratch if capture is None else _captured_scratch).get((self._index, stream))
+        if (
+            scratch is None
+            or scratch.capture != capture
+            or scratch.floats < floats
+            or scratch.num_counters < counters
+        ):
+            scratch = _renew(self._index, stream, capture, floats, counters)
+            scratch.partial.fill_(NO_SUM)
         return scratch.values[self._counters_region]
 
     def launch(self, stream: int, values: tuple[float | bytes, ...]) -> None:
@@ -250,7 +250,8 @@ class Scratch:
     """What the blocks of a launch tell each other, for one stream.
 
     Attributes:
-        partial: fp32, [num_sms, floats]: decode's partial sums, NO_SUM between launches.
+        partial: int32, [num_sms, floats]: decode's partial sums by their bits, NO_SUM between
+            launches.
         counters: int32, [regions, num_counters], zero between launches: prefill's; a region for
             each of the kernels that may run at the same time on a stream.
         capture: Number of the capture that it was allocated in, or None.
@@ -272,10 +273,61 @@ _scratch: dict[tuple[int, int], Scratch] = {}
 _captured_scratch: dict[tuple[int, int], Scratch] = {}
 
 
+class Uncleared(NamedTuple):
+    """Scratch for partial sums that the caller has to fill with NO_SUM before they are used.
+
+    Attributes:
+        address: Where it begins, 16-byte aligned.
+        words: Words of 32 bits, a multiple of 4; 0 if there is nothing to fill.
+    """
+
+    address: int
+    words: int
+
+
+NOTHING_UNCLEARED = Uncleared(0, 0)
+
+
+def stages_scratch(
+    stages: tuple[Launcher, Launcher], stream: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int], Uncleared]:
+    """Return `Launcher.scratch_values` of two kernels, and what they must find cleared.
+
+    A kernel before them that has little to do clears it for less than a launch of its own costs.
+
+    Args:
+        stages: Launchers of one device.
+        stream: Handle of torch's current stream on it, the current one.
+    """
+    first, second = stages
+    uncleared = NOTHING_UNCLEARED
+    if is_capturing():
+        index, capture = first.kernel.index, driver.capture_id(stream)
+        scratch = _captured_scratch.get((index, stream))
+        if scratch is None or scratch.capture != capture:
+            scratch = _renew(index, stream, capture, *map(max, first.room, second.room))
+            uncleared = Uncleared(scratch.partial.data_ptr(), scratch.partial.numel())
+    return first.scratch_values(stream), second.scratch_values(stream), uncleared
+
+
+def _renew(index: int, stream: int, capture: int | None, floats: int, counters: int) -> Scratch:
+    """Return new scratch of a stream, with room for what it had room for in this capture too."""
+    kept, key = (_scratch if capture is None else _captured_scratch), (index, stream)
+    last = kept.get(key)
+    if last is not None and last.capture == capture:
+        floats, counters = max(floats, last.floats), max(counters, last.num_counters)
+    elif last is not None:
+        # The last capture's memory goes back to its pool, where the next graph may take it.
+        del kept[key], last
+    scratch = kept[key] = _allocate(index, capture, floats, counters)
+    return scratch
+
+
 def _allocate(index: int, capture: int | None, floats: int, counters: int) -> Scratch:
     """Return scratch for a kernel; outside of a capture, for the shipped configurations as well.
 
-    A graph clears its scratch at every replay, and so has no more than its kernels need.
+    A graph clears its scratch at every replay, and so has no more than its kernels need. What
+    `partial` holds is left open.
     """
     facts = devices.facts_of(index)
     if capture is None:
@@ -283,8 +335,8 @@ def _allocate(index: int, capture: int | None, floats: int, counters: int) -> Sc
         floats = max(floats, *(config.partial_floats() for config in configs))
         counters = max(counters, *(config.counters() for config in configs))
     where = torch.device("cuda", index)
-    partial = torch.full((facts.num_sms, floats), NO_SUM, dtype=torch.int32, device=where)
+    partial = torch.empty(facts.num_sms, floats, dtype=torch.int32, device=where)
     region = torch.zeros(COUNTERS_REGIONS, counters, dtype=torch.int32, device=where)
     l2_share = facts.l2_bytes // facts.num_sms
     values = tuple((partial.data_ptr(), one.data_ptr(), l2_share) for one in region)
-    return Scratch(partial.view(torch.float32), region, capture, values, floats, counters)
+    return Scratch(partial, region, capture, values, floats, counters)

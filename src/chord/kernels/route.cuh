@@ -10,6 +10,8 @@
 // Result   Position p of the sorted order holds a route (token * top_k + slot). With block_m above
 //          1 each expert begins at a multiple of it, and what only fills blocks holds num_routes:
 //          the buffers of vLLM's moe_align_block_size. Routes of nobody have no position.
+// Scratch  of the kernels behind this one, where a graph has to clear it, is cleared by blocks of
+//          their own: in a launch of its own that takes 1 to 3 us of a decode layer.
 #pragma once
 
 #include <chord/kernels/common/math.cuh>
@@ -31,8 +33,12 @@ struct RouteParams {
   int block_m;
   int capacity;  // positions that `routes` has room for
   int num_blocks;
+  int sorting_blocks;   // of the grid, the first ones; the others only clear
+  void* uncleared;      // scratch of the kernels behind this one
+  int uncleared_words;  // a multiple of 4
+  int cleared_value;    // of each word
 };
-static_assert(sizeof(RouteParams) == 104, "RouteParams must match jit/params.py");
+static_assert(sizeof(RouteParams) == 120, "RouteParams must match jit/params.py");
 
 class Route {
  public:
@@ -61,6 +67,10 @@ class Route {
 
   void run() {
     ptx::let_kernel_after_begin();
+    if (ptx::block_idx() >= p.sorting_blocks) {
+      clear_scratch();
+      return;
+    }
     const int begin = p.ids.begin(), end = p.ids.end();
     // A warp's share lies in a piece, so that ranks go by warp.
     const int warp_share = round_up(max_of(ceil_div(end - begin, kWarps), 1), 32);
@@ -69,7 +79,7 @@ class Route {
     const int warps = ceil_div(end - begin, warp_share);
     clear_counters();
     count(warp_begin, warp_end);
-    if (ptx::grid_dim() > 1) {
+    if (p.sorting_blocks > 1) {
       clear_others();
       ptx::sync_block();
       add_others();
@@ -83,6 +93,17 @@ class Route {
   }
 
  private:
+  void clear_scratch() const {
+    const u32 value = static_cast<u32>(p.cleared_value);
+    const int blocks = ptx::grid_dim() - p.sorting_blocks;
+    const int first = (ptx::block_idx() - p.sorting_blocks) * kThreads + ptx::thread_idx();
+#pragma unroll 4
+    for (int quad = first; quad < p.uncleared_words / 4; quad += blocks * kThreads) {
+      ptx::store_global_x4(static_cast<char*>(p.uncleared) + 16 * static_cast<i64>(quad),
+                           {value, value, value, value});
+    }
+  }
+
   // Calls visit(route, expert) for [begin, end), 32 routes at a time.
   template <class Visit>
   void for_each_route(int begin, int end, Visit&& visit) const {
@@ -129,13 +150,14 @@ class Route {
       const int expert = at % num_experts;
       int before = 0, after = 0;
 #pragma unroll 1
-      for (int first = at / num_experts; first < ptx::grid_dim(); first += kCountsUnroll * slices) {
+      for (int first = at / num_experts; first < p.sorting_blocks;
+           first += kCountsUnroll * slices) {
         int counts[kCountsUnroll];
 #pragma unroll
         for (int i = 0; i < kCountsUnroll; ++i) {
           const int block = first + i * slices;
           counts[i] = 0;
-          if (block >= ptx::grid_dim()) continue;
+          if (block >= p.sorting_blocks) continue;
           counts[i] = ptx::load_global(p.counts + block * num_experts + expert);
         }
 #pragma unroll
@@ -160,7 +182,7 @@ class Route {
       const bool exists = expert < p.ids.num_experts;
       int before = 0, total = 0;
       if (exists) {
-        if (ptx::grid_dim() > 1) {
+        if (p.sorting_blocks > 1) {
           before = static_cast<int>(ptx::load_shared(before_of(expert)));
           total = before + static_cast<int>(ptx::load_shared(after_of(expert)));
         }
@@ -228,7 +250,7 @@ class Route {
 
   // Writes the expert of each block, -1 behind the last, and the slots that only fill.
   void fill_blocks(int used) const {
-    const int warps = ptx::grid_dim() * kWarps, own = ptx::block_idx() * kWarps + warp;
+    const int warps = p.sorting_blocks * kWarps, own = ptx::block_idx() * kWarps + warp;
 #pragma unroll 1
     for (int expert = own; expert < p.ids.num_experts; expert += warps) {
       const int first = ptx::load_shared(first_of(expert)), end = ptx::load_shared(end_of(expert));

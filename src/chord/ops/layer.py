@@ -269,7 +269,7 @@ def _launch(
     combine = fixed_launcher(COMBINE, index)
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
-    gate_up_scratch, down_scratch = gate_up.scratch_values(stream), down.scratch_values(stream)
+    gate_up_scratch, down_scratch, uncleared = launching.stages_scratch((gate_up, down), stream)
     hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts
@@ -299,7 +299,8 @@ def _launch(
         )
         # Counts lie where down's rows will: of over 1,024 routes at most 4 bytes each and 2 KiB
         # (512 experts), where a row has at least 64.
-        route.launch(index, stream, part_ids, call.num_sms, rows, buffers)
+        route.launch(index, stream, part_ids, call.num_sms, rows, buffers, uncleared)
+        uncleared = launching.NOTHING_UNCLEARED
         part_weights = weights + first * weight_bytes
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)
         gate_up.launch(stream, (

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from chord.jit.fixed import fixed_launcher
-from chord.jit.params import COUNT, ROUTE
+from chord.jit.launch import NOTHING_UNCLEARED, Uncleared
+from chord.jit.params import COUNT, ROUTE, ROUTE_THREADS
+from chord.plan.config import NO_SUM
 
 _ALONE = 1024  # routes that one block places as fast as two kernels would
 _SHARE = 512  # routes of a block beyond, while there are multiprocessors: 32 a warp
+_CLEARED_WORDS = 16 * ROUTE_THREADS  # of scratch that a block clears, while there are others
 
 
 class RouteIds(NamedTuple):
@@ -72,9 +75,17 @@ def num_counts(num_routes: int, num_experts: int, num_sms: int) -> int:
 
 
 def launch(
-    index: int, stream: int, routes: RouteIds, num_sms: int, counts: int, buffers: Buffers
+    index: int,
+    stream: int,
+    routes: RouteIds,
+    num_sms: int,
+    counts: int,
+    buffers: Buffers,
+    uncleared: Uncleared = NOTHING_UNCLEARED,
 ) -> None:
     """Launch the sort on `stream` of device `index`, the current one.
+
+    Scratch is cleared by blocks that have no routes, and so takes no time of its own.
 
     Args:
         index: The device.
@@ -83,6 +94,7 @@ def launch(
         num_sms: Multiprocessors.
         counts: Address of `num_counts` words of scratch; any where that is 0.
         buffers: Where the result goes.
+        uncleared: Scratch of the kernels behind the sort, for them to find it cleared.
 
     Raises:
         CaptureError, CompileError: As `fixed_launcher`.
@@ -92,4 +104,6 @@ def launch(
     blocks, share = grid(routes.num_routes, num_sms)
     if blocks > 1:
         count.launch(stream, blocks, (*routes, share, counts))
-    route.launch(stream, blocks, (*routes, share, counts, *buffers))
+    clearing = min(-(-uncleared.words // _CLEARED_WORDS), max(num_sms - blocks, 1))
+    values = (*routes, share, counts, *buffers, blocks, *uncleared, NO_SUM)
+    route.launch(stream, blocks + clearing, values)
