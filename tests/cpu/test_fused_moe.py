@@ -314,7 +314,8 @@ def test_compiles_with_out_and_workspace() -> None:
     def model(
         hidden: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        chord.fused_moe(hidden, w13, w2, scores, ids, out=out, workspace=space, swiglu_limit=0.5)
+        given = {"out": out, "workspace": space, "swiglu_limit": 0.5, "l2_is_clean": True}
+        chord.fused_moe(hidden, w13, w2, scores, ids, **given)
         return out * 2
 
     out = cases.poisoned(9, HIDDEN)
@@ -382,6 +383,7 @@ def test_operators_keep_the_rules_of_torch_library() -> None:
         1.0,
         0.0,
         None,
+        False,
     )
     chord.fused_moe(**given)  # the operators are defined at the first use of the function
     torch.library.opcheck(torch.ops.chord.fused_moe.default, arguments)

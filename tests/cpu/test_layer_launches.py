@@ -103,6 +103,17 @@ def test_every_part_gets_its_own_tokens(
     assert launched[: 4 * len(parts)] == launched[4 * len(parts) :]
 
 
+def test_a_clean_l2_is_not_cleaned(
+    launched: list[tuple[str, tuple[Any, ...]]], call: dict[str, Any]
+) -> None:
+    for l2_is_clean, l2_share in ((False, 3), (True, 0), (False, 3)):
+        launched.clear()
+        chord.fused_moe(**call, l2_is_clean=l2_is_clean)
+        _, gate_up, down, _ = (values for _, values in launched)
+        assert gate_up[3:6] == (1, 2, l2_share)
+        assert down[3:6] == (1, 2, 3)
+
+
 def test_many_routes_are_counted_first(
     launched: list[tuple[str, tuple[Any, ...]]],
     call: dict[str, Any],

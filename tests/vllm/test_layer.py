@@ -74,6 +74,20 @@ def test_whole_layer(config: type, tokens: int) -> None:
     assert_rows_close(apply(layer, *inputs), expected(checkpoint, *inputs), 8e-3)
 
 
+def test_the_layer_is_told_that_l2_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = load(make_layer(config_of(ChordConfig), moe_config()), make_checkpoint())
+    told: list[bool] = []
+    shipped = chord.fused_moe
+
+    def noting(*operands: Any, **given: Any) -> torch.Tensor:
+        told.append(given["l2_is_clean"])
+        return shipped(*operands, **given)
+
+    monkeypatch.setattr(chord, "fused_moe", noting)
+    apply(layer, *make_inputs(3))
+    assert told == [True]
+
+
 @pytest.mark.parametrize("group", [64, -1])
 def test_larger_groups(group: int) -> None:
     checkpoint = make_checkpoint(group=group)

@@ -14,8 +14,9 @@
 namespace chord {
 
 // How many of the `stages` of `stage_bytes` that a block loads leave L2 in ordinary turn, the first
-// ones. `l2_share`: bytes of L2 for each multiprocessor, and so for each block. None in the layer's
-// second stage: a long first one has cleaned L2, and behind a short one it is short itself.
+// ones. `l2_share`: bytes of L2 for each multiprocessor, and so for each block; 0 where the caller
+// says that L2 is clean: none then. None in the layer's second stage either: a long first one has
+// cleaned L2, and behind a short one it is short itself.
 template <class Addressing>
 __forceinline__ int ordinary_stages(i64 stages, int stage_bytes, int l2_share) {
   if constexpr (awaits<Addressing, Awaits::kRows>()) return 0;

@@ -12,7 +12,7 @@ struct GemmParams {
   void* out;           // BF16 result, rows of n elements
   float* partial;      // decode: partial sums of split tiles, kNoSum between launches
   u32* counters;       // prefill: two, zero between launches
-  int l2_share;        // bytes of L2 for each multiprocessor
+  int l2_share;        // bytes of L2 for each multiprocessor; 0: L2 is clean
   int num_experts;
   int n;
   int k;

@@ -71,6 +71,7 @@ class Layer:
         swiglu: Constants of the activation.
         weight_on_input: Whether router weights multiply gate and up instead of the rows.
         configs: Configurations of gate_up and down; None lets `chord.plan.select` choose.
+        l2_is_clean: Whether L2 holds little that has yet to be written back to memory.
     """
 
     w13: PackedExperts
@@ -78,6 +79,7 @@ class Layer:
     swiglu: Swiglu = PLAIN_SWIGLU
     weight_on_input: bool = False
     configs: tuple[Config, Config] | None = None
+    l2_is_clean: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,8 @@ def _launch(
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
     gate_up_scratch, down_scratch, uncleared = launching.stages_scratch((gate_up, down), stream)
+    if layer.l2_is_clean:
+        gate_up_scratch = (*gate_up_scratch[:2], 0)  # no L2 for the stream to clean (eviction.cuh)
     hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts

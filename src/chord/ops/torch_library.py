@@ -14,7 +14,7 @@ from chord.weights.packed import PackedExperts
 _OPERANDS = (
     "Tensor hidden, Tensor w13, Tensor w2, int intermediate, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? expert_map, bool apply_router_weight_on_input, float swiglu_alpha, "
-    "float swiglu_beta, float? swiglu_limit"
+    "float swiglu_beta, float? swiglu_limit, bool l2_is_clean"
 )
 
 
@@ -30,6 +30,7 @@ def _run(
     swiglu_alpha: float,
     swiglu_beta: float,
     swiglu_limit: float | None,
+    l2_is_clean: bool,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -39,6 +40,7 @@ def _run(
         PackedExperts(w2, n=size, k=intermediate),
         layer.Swiglu(swiglu_alpha, swiglu_beta, swiglu_limit),
         apply_router_weight_on_input,
+        l2_is_clean=l2_is_clean,
     )
     # Compiled code may hand over views of other strides than a caller of the function would.
     return layer.run(
@@ -87,6 +89,7 @@ def fused_moe(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
     swiglu: tuple[float, float, float | None],
+    l2_is_clean: bool,
 ) -> torch.Tensor:
     """Call the operator that fits; arguments as `chord.fused_moe` takes them.
 
@@ -101,6 +104,7 @@ def fused_moe(
         out: bf16, [T, H], or None.
         workspace: any dtype, any shape, or None.
         swiglu: alpha, beta and limit.
+        l2_is_clean: What lies in L2.
 
     Returns:
         bf16, [T, H]; `out` if it was given.
@@ -116,6 +120,7 @@ def fused_moe(
         expert_map,
         apply_router_weight_on_input,
         *swiglu,
+        l2_is_clean,
     )
     if out is None and workspace is None:
         return torch.ops.chord.fused_moe(*operands)
