@@ -145,6 +145,25 @@ def test_the_first_sort_clears_the_scratch_of_a_new_graph(
     assert sorts == [(1, *uncleared, NO_SUM), nothing, nothing]
 
 
+def test_no_scratch_is_taken_before_all_kernels_are_loaded(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(kernel: object, index: int) -> None:
+        if kernel is ROUTE:
+            raise chord.CaptureError("the route kernel is not loaded")
+
+    def take(*_: object) -> None:
+        raise AssertionError("scratch was taken, and nobody will clear it")
+
+    monkeypatch.setattr(route, "fixed_launcher", refuse)
+    monkeypatch.setattr(launching, "stages_scratch", take)
+    with pytest.raises(chord.CaptureError):
+        chord.fused_moe(**call)
+    assert launched == []
+
+
 @pytest.mark.parametrize(
     ("words", "blocks"), [(0, 1), (4, 2), (8192, 2), (8196, 3), (1 << 22, 132)]
 )

@@ -267,13 +267,12 @@ def _launch(
         with torch.cuda.device(index):
             _launch(layer, call, kernels, pointers)
         return
-    # All kernels are there before the first is launched: half a layer would be left otherwise.
+    # All kernels are there before the first is launched: half a layer would be left otherwise, and
+    # scratch that nobody has cleared.
+    route.load(index)
     combine = fixed_launcher(COMBINE, index)
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
-    gate_up_scratch, down_scratch, uncleared = launching.stages_scratch((gate_up, down), stream)
-    if layer.l2_is_clean:
-        gate_up_scratch = (*gate_up_scratch[:2], 0)  # no L2 for the stream to clean (eviction.cuh)
     hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts
@@ -288,6 +287,9 @@ def _launch(
         layer.swiglu.beta,
         math.inf if limit is None else limit,
     )
+    gate_up_scratch, down_scratch, uncleared = launching.stages_scratch((gate_up, down), stream)
+    if layer.l2_is_clean:
+        gate_up_scratch = (*gate_up_scratch[:2], 0)  # no L2 for the stream to clean (eviction.cuh)
     id_bytes, weight_bytes = (8 if call.wide_ids else 4), (4 if call.weight_type == 0 else 2)
     for start in range(0, call.num_tokens, call.tokens_at_once):
         tokens = min(call.tokens_at_once, call.num_tokens - start)

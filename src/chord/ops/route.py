@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from chord.jit.fixed import fixed_launcher
+from chord.jit.fixed import FixedLauncher, fixed_launcher
 from chord.jit.launch import NOTHING_UNCLEARED, Uncleared
 from chord.jit.params import COUNT, ROUTE, ROUTE_THREADS
 from chord.plan.config import NO_SUM
@@ -74,6 +74,15 @@ def num_counts(num_routes: int, num_experts: int, num_sms: int) -> int:
     return blocks * num_experts if blocks > 1 else 0
 
 
+def load(index: int) -> tuple[FixedLauncher, FixedLauncher]:
+    """Return both kernels, whichever a number of routes takes: they are there before a capture.
+
+    Raises:
+        CaptureError, CompileError: As `fixed_launcher`.
+    """
+    return fixed_launcher(COUNT, index), fixed_launcher(ROUTE, index)
+
+
 def launch(
     index: int,
     stream: int,
@@ -97,10 +106,9 @@ def launch(
         uncleared: Scratch of the kernels behind the sort, for them to find it cleared.
 
     Raises:
-        CaptureError, CompileError: As `fixed_launcher`.
+        CaptureError, CompileError: As `load`.
     """
-    # Both are there before a capture, whichever its number of routes takes.
-    count, route = fixed_launcher(COUNT, index), fixed_launcher(ROUTE, index)
+    count, route = load(index)
     blocks, share = grid(routes.num_routes, num_sms)
     if blocks > 1:
         count.launch(stream, blocks, (*routes, share, counts))
