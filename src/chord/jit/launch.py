@@ -122,6 +122,7 @@ class Launcher:
         packer = layout.packer
         self.kernel = kernel
         self._index = kernel.index
+        # Floats of partial sums, of each block, and counters that it needs as scratch.
         self.room = (kernel.config.partial_floats(), kernel.config.counters())
         self._params = ctypes.create_string_buffer(packer.size)
         self._pack = functools.partial(packer.pack_into, self._params, 0)
