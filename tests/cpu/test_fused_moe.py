@@ -325,6 +325,28 @@ def test_compiles_with_out_and_workspace() -> None:
     assert torch.equal(out, want) and torch.equal(twice, want * 2)
 
 
+@pytest.mark.parametrize("l2_is_clean", [False, True])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_compiled_code_hands_the_hint_on(
+    monkeypatch: pytest.MonkeyPatch, with_out: bool, l2_is_clean: bool
+) -> None:
+    given, told = operands(), []
+    shipped = layer.run
+
+    def noting(operands: layer.Layer, *rest: Any) -> torch.Tensor:
+        told.append(operands.l2_is_clean)
+        return shipped(operands, *rest)
+
+    monkeypatch.setattr(layer, "run", noting)
+    torch.compiler.reset()
+    whole = torch.compile(chord.fused_moe, fullgraph=True, backend="aot_eager")
+    out = {"out": torch.empty_like(given["hidden"])} if with_out else {}
+    whole(**given, **out, l2_is_clean=l2_is_clean)
+    assert told == [l2_is_clean]
+    chord.fused_moe(**given, l2_is_clean=l2_is_clean)
+    assert told == [l2_is_clean] * 2
+
+
 def test_compiled_code_refuses_gradients_and_constants_that_are_no_numbers() -> None:
     given = operands()
     hidden, scores = given["hidden"], given["topk_weights"]

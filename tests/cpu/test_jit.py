@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -314,15 +315,45 @@ def test_scratch_of_a_capture_is_cleared_once(monkeypatch) -> None:
         assert small.scratch_values(5) == first
         assert len(room.made) == kept
 
-    # A kernel that needs more in the same capture gets its own, filled.
+    # A layer that needs more in the same capture clears its own, a kernel alone has it filled.
     _, _, more = launch.stages_scratch((large, prefill), 5)
-    assert more == nothing and room.made[-1].num_counters == PREFILL.counters()
-    assert room.made[-1].floats == wide.partial_floats()
+    grown = room.made[-1]
+    assert more == (grown.partial.data_ptr(), grown.partial.numel())
+    assert (grown.floats, grown.num_counters) == (wide.partial_floats(), PREFILL.counters())
+    launch.forget_captured(0, 5)
+    assert prefill.scratch_values(5)[0] == room.made[-1].partial.data_ptr()
     assert room.made[-1].partial.eq(NO_SUM).all()
+
+    # A capture that has failed has no number: what is kept outside stays as it is.
+    monkeypatch.setattr(driver, "capture_id", lambda stream: None)
+    assert launch.stages_scratch((small, large), 5)[2] == nothing
+    assert launch._scratch[0, 5] is room.made[0]
 
     # Outside again, what was kept there still is.
     now["capture"] = None
     assert small.scratch_values(5)[0] == room.made[0].partial.data_ptr()
+
+
+def test_scratch_that_could_not_be_filled_is_not_kept(monkeypatch) -> None:
+    room = Room()
+
+    class Unfillable:
+        def fill_(self, value: int) -> None:
+            raise RuntimeError("out of memory")
+
+    def allocate(*sizes: Any) -> launch.Scratch:
+        return dataclasses.replace(room.allocate(*sizes), partial=Unfillable())
+
+    monkeypatch.setattr(driver, "library", StandInDriver)
+    monkeypatch.setattr(launch, "is_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_scratch", {})
+    alone = launch.Launcher(launch.LoadedKernel(77, DECODE, "Indexed", 0), num_sms=3)
+    monkeypatch.setattr(launch, "_allocate", allocate)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        alone.scratch_values(5)
+    monkeypatch.setattr(launch, "_allocate", room.allocate)
+    assert alone.scratch_values(5)[0] == room.made[-1].partial.data_ptr()
+    assert room.made[-1].partial.eq(NO_SUM).all()
 
 
 def test_launch_config_matches_the_driver_header() -> None:

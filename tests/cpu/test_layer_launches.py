@@ -145,6 +145,25 @@ def test_the_first_sort_clears_the_scratch_of_a_new_graph(
     assert sorts == [(1, *uncleared, NO_SUM), nothing, nothing]
 
 
+def test_scratch_that_a_failed_sort_has_not_cleared_is_forgotten(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise chord.CompileError("the driver cannot launch the route kernel")
+
+    forgotten: list[tuple[int, int]] = []
+    monkeypatch.setattr(route, "launch", refuse)
+    monkeypatch.setattr(launching, "forget_captured", lambda *key: forgotten.append(key))
+    for words, expected in ((0, []), (64, [(0, 5)])):
+        scratch = ((1, 2, 3), (1, 4, 3), launching.Uncleared(4096, words))
+        monkeypatch.setattr(launching, "stages_scratch", lambda *_, scratch=scratch: scratch)
+        with pytest.raises(chord.CompileError):
+            chord.fused_moe(**call)
+        assert forgotten == expected
+
+
 def test_no_scratch_is_taken_before_all_kernels_are_loaded(
     launched: list[tuple[str, tuple[Any, ...]]],
     call: dict[str, Any],

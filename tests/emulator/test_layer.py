@@ -127,6 +127,11 @@ def test_route_clears_scratch_beside_the_sort(
     assert made.cleared.numel() == words
 
 
+def test_blocks_that_clear_are_not_taken_for_blocks_that_sort() -> None:
+    ids = cases.topk_ids(90, 8, 300)
+    check_sort(ids, 300, num_blocks=3, clearing_blocks=5, uncleared_words=4096)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_route_in_every_interleaving(seed: int) -> None:
     check_sort(cases.topk_ids(300, 4, 40, "skewed"), 40, num_blocks=4, seed=seed)

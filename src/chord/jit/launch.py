@@ -7,8 +7,8 @@ Scratch (partial sums and counters) belongs to a stream, so two streams never sh
 stream launches follow each other. Kernels leave no sum and counters of zero, so a stream
 handle that is destroyed and used again finds its scratch fit for use. A captured graph may be
 replayed on any stream, so every capture takes scratch of its own from the graph's memory pool and
-clears it in the graph: once a capture and stream, not once a launch, and in a whole layer by the
-route sort on its way (`stages_scratch`).
+clears it in the graph: once a capture and stream, and again where a later kernel needs more, not
+once a launch. Where a whole layer needs it first, its route sort does so (`stages_scratch`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ class Launcher:
             or scratch.num_counters < counters
         ):
             scratch = _renew(self._index, stream, capture, floats, counters)
-            scratch.partial.fill_(NO_SUM)
         return scratch.values[self._counters_region]
 
     def launch(self, stream: int, values: tuple[float | bytes, ...]) -> None:
@@ -302,17 +301,41 @@ def stages_scratch(
     """
     first, second = stages
     uncleared = NOTHING_UNCLEARED
-    if is_capturing():
-        index, capture = first.kernel.index, driver.capture_id(stream)
+    # None also for a capture that has failed already, in which nothing would be cleared any more.
+    capture = driver.capture_id(stream) if is_capturing() else None
+    if capture is not None:
+        index = first.kernel.index
+        floats, counters = map(max, first.room, second.room)
         scratch = _captured_scratch.get((index, stream))
-        if scratch is None or scratch.capture != capture:
-            scratch = _renew(index, stream, capture, *map(max, first.room, second.room))
+        if (
+            scratch is None
+            or scratch.capture != capture
+            or scratch.floats < floats
+            or scratch.num_counters < counters
+        ):
+            scratch = _renew(index, stream, capture, floats, counters, is_filled=False)
             uncleared = Uncleared(scratch.partial.data_ptr(), scratch.partial.numel())
     return first.scratch_values(stream), second.scratch_values(stream), uncleared
 
 
-def _renew(index: int, stream: int, capture: int | None, floats: int, counters: int) -> Scratch:
-    """Return new scratch of a stream, with room for what it had room for in this capture too."""
+def forget_captured(index: int, stream: int) -> None:
+    """Forget a capture's scratch, which has not been cleared after all."""
+    _captured_scratch.pop((index, stream), None)
+
+
+def _renew(
+    index: int,
+    stream: int,
+    capture: int | None,
+    floats: int,
+    counters: int,
+    *,
+    is_filled: bool = True,
+) -> Scratch:
+    """Return new scratch of a stream, with room for what it had room for in this capture too.
+
+    It is found by others when it has been filled, or, if that is left to the caller, at once.
+    """
     kept, key = (_scratch if capture is None else _captured_scratch), (index, stream)
     last = kept.get(key)
     if last is not None and last.capture == capture:
@@ -320,7 +343,10 @@ def _renew(index: int, stream: int, capture: int | None, floats: int, counters: 
     elif last is not None:
         # The last capture's memory goes back to its pool, where the next graph may take it.
         del kept[key], last
-    scratch = kept[key] = _allocate(index, capture, floats, counters)
+    scratch = _allocate(index, capture, floats, counters)
+    if is_filled:
+        scratch.partial.fill_(NO_SUM)
+    kept[key] = scratch
     return scratch
 
 

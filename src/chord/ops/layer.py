@@ -305,7 +305,12 @@ def _launch(
         )
         # Counts lie where down's rows will: of over 1,024 routes at most 4 bytes each and 2 KiB
         # (512 experts), where a row has at least 64.
-        route.launch(index, stream, part_ids, call.num_sms, rows, buffers, uncleared)
+        try:
+            route.launch(index, stream, part_ids, call.num_sms, rows, buffers, uncleared)
+        except BaseException:
+            if uncleared.words:
+                launching.forget_captured(index, stream)
+            raise
         uncleared = launching.NOTHING_UNCLEARED
         part_weights = weights + first * weight_bytes
         on_input, on_rows = (part_weights, 0) if layer.weight_on_input else (0, part_weights)

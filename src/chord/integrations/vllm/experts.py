@@ -286,7 +286,7 @@ class ChordExperts(ChordExpertsBase):
             out=output,
             workspace=workspace2,
             swiglu_limit=self.activation_config.clamp_limit,
-            l2_is_clean=True,  # attention has read its weights and the cache
+            l2_is_clean=True,  # in decode: attention has read its weights and the cache
         )
 
     @staticmethod
