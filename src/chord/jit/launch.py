@@ -159,6 +159,7 @@ class Launcher:
         floats, counters = self.room
         capture = driver.capture_id(stream) if is_capturing() else None
         scratch = (_scratch if capture is None else _captured_scratch).get((self._index, stream))
+        # Asked here and in `stages_scratch`: in a function it would cost every warm call another.
         if (
             scratch is None
             or scratch.capture != capture
