@@ -192,6 +192,8 @@ def fused_moe(
     *,
     swiglu: tuple[float, float, float | None] = (1.0, 0.0, None),
     apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+    shared_output: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Run the routed experts of one MoE layer.
@@ -200,7 +202,8 @@ def fused_moe(
 
         gate, up = bf16(hidden[t] @ W13[e].T)               two halves of I values
         middle   = bf16(gate * sigmoid(alpha * gate) * (up + beta))
-        out[t]   = bf16(sum over j of topk_weights[t, j] * (middle @ W2[e].T))
+        sum[t]   = sum over j of topk_weights[t, j] * (middle @ W2[e].T)
+        out[t]   = bf16(routed_scaling_factor * sum[t] + shared_output[t])
 
     With a limit, gate is cut off above it and up beyond plus and minus it. With
     apply_router_weight_on_input the weight multiplies gate and up, and nothing afterwards.
@@ -218,9 +221,12 @@ def fused_moe(
         topk_ids: int32 or int64, [T, top_k]. -1 contributes nothing.
         expert_map: int32 or int64, [num_global_experts], local index or -1: topk_ids are then
             global, and experts of other ranks contribute nothing. Without it ids are local.
-        out: bf16, [T, H], overwritten entirely: tokens without a local expert become zero.
+        out: bf16, [T, H], overwritten entirely: tokens without a local expert become zero, or
+            their row of shared_output. May be `shared_output` itself.
         swiglu: alpha, beta and limit; None for no limit.
         apply_router_weight_on_input: where router weights are applied.
+        routed_scaling_factor: factor of the sum.
+        shared_output: bf16, [T, H], added to the sum, or None.
         dtype: fp32 or fp64, to accumulate in.
 
     Returns:
@@ -235,6 +241,8 @@ def fused_moe(
             check_tensor(name, table)
             _check_table(name, table, hidden)
     _check_table("topk_weights", topk_weights, hidden)
+    if shared_output is not None:
+        _check_shared(shared_output, hidden)
     num_ids = w13.num_experts if expert_map is None else expert_map.numel()
     _check_ids(topk_ids, num_ids, expert_map, w13.num_experts)
     out = _prepare_out(out, hidden, tuple(hidden.shape))
@@ -256,6 +264,9 @@ def fused_moe(
         for slot in range(topk_ids.shape[1]):
             chosen = slots == slot
             total[tokens[chosen]] += rows[chosen]
+    total *= routed_scaling_factor
+    if shared_output is not None:
+        total += shared_output
     return out.copy_(total)
 
 
@@ -302,6 +313,15 @@ def _check_table(name: str, table: torch.Tensor, x: torch.Tensor) -> None:
     if table.device != x.device:
         raise InputError(
             f"{name} is on {table.device}, the rows are on {x.device}; move one of them"
+        )
+
+
+def _check_shared(shared: torch.Tensor, hidden: torch.Tensor) -> None:
+    check_tensor("shared_output", shared)
+    if (shared.dtype, shared.shape, shared.device) != (hidden.dtype, hidden.shape, hidden.device):
+        raise InputError(
+            f"shared_output is {shared.dtype} {list(shared.shape)} on {shared.device}; it must be "
+            f"like hidden, {hidden.dtype} {list(hidden.shape)} on {hidden.device}"
         )
 
 

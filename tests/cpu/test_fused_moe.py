@@ -104,6 +104,28 @@ def test_constants_of_the_activation(on_input: bool) -> None:
         assert (want - wrong).norm() > 0.1 * want.norm(), f"the inputs do not tell {name}"
 
 
+@pytest.mark.parametrize("scale", (1.0, -2.827))
+@pytest.mark.parametrize("is_shared", (False, True))
+def test_the_sum_is_scaled_and_added_to_what_shared_experts_gave(
+    scale: float, is_shared: bool
+) -> None:
+    given = operands()
+    given["topk_ids"][4] = -1
+    shared = cases.real_x(9, HIDDEN, seed=5) if is_shared else None
+    given |= {"routed_scaling_factor": scale, "shared_output": shared}
+    out = chord.fused_moe(**given)
+    want = expected(given) * scale + (0 if shared is None else shared.double())
+    tolerance.assert_rows_close(out, want, tolerance.LAYER_LIMIT)
+    assert torch.equal(out, chord.reference.fused_moe(**given))
+    if shared is not None:
+        assert torch.equal(out[4], shared[4])
+        place = shared.clone()
+        assert chord.fused_moe(**given | {"shared_output": place}, out=place) is place
+        assert torch.equal(place, out)
+    else:
+        assert not out[4].any()
+
+
 @pytest.mark.field_case(1)
 def test_an_expert_map_makes_ids_global() -> None:
     given = operands()
@@ -155,6 +177,18 @@ REFUSED = (
     ({"out": torch.zeros(8, HIDDEN, dtype=torch.bfloat16)}, r"out is torch.bfloat16 \[8, 128\]"),
     ({"out": cases.real_x(9, HIDDEN).requires_grad_()}, r"out \[9, 128\] requires grad"),
     ({"workspace": torch.zeros(8)}, r"workspace has 32 bytes, 9 tokens need \d+"),
+    ({"shared_output": torch.zeros(9, HIDDEN)}, r"shared_output is torch.float32 \[9, 128\]; it"),
+    ({"shared_output": cases.real_x(8, HIDDEN)}, r"shared_output .*\[8, 128\]; .* \[9, 128\]"),
+    ({"shared_output": cases.real_x(HIDDEN, 9).T}, "shared_output .* must be contiguous"),
+    ({"shared_output": cases.real_x(9, HIDDEN).requires_grad_()}, "shared_output .* requires grad"),
+    ({"shared_ready": 3}, "shared_ready is the int 3, not a torch.cuda.Event"),
+    ({"shared_output": 3}, "shared_output is the int 3"),
+    (
+        {"routed_scaling_factor": float("nan")},
+        "routed_scaling_factor is .*; it must be a finite number",
+    ),
+    ({"routed_scaling_factor": 1e39}, r"routed_scaling_factor=1e\+39 is beyond"),
+    ({"routed_scaling_factor": "2"}, "routed_scaling_factor is the str"),
     ({"activation": "gelu"}, "activation='gelu' is not supported"),
     ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),
     ({"swiglu_limit": 1e60}, r"swiglu_limit=1e\+60 is beyond 1e\+38, .*computed in FP32"),
@@ -222,7 +256,8 @@ def test_a_workspace_in_the_way_of_other_tensors_is_refused() -> None:
     given = operands()
     want = chord.fused_moe(**given)
     size = chord.fused_moe_workspace(9, given["w13"], given["w2"], TOP_K)
-    for name in ("hidden", "topk_weights", "topk_ids", "out"):
+    given["shared_output"] = torch.zeros_like(given["hidden"])
+    for name in ("hidden", "topk_weights", "topk_ids", "shared_output", "out"):
         tensor = torch.empty_like(given["hidden"]) if name == "out" else given[name]
         room = tensor.nbytes + -tensor.nbytes % 16
         buffer = torch.zeros(room + size + 16, dtype=torch.uint8)
@@ -266,13 +301,15 @@ def test_addresses_are_checked_without_a_gpu_too() -> None:
     for name, value in (
         ("workspace", torch.empty(size + 4, dtype=torch.uint8)[4:]),
         ("hidden", odd),
+        ("shared_output", odd),
         ("out", odd),
     ):
         with pytest.raises(InputError, match=rf"{name} begins at address .* 16-byte aligned"):
             chord.fused_moe(**given | {name: value})
     rows = torch.zeros(10, HIDDEN, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="overlaps a part of hidden"):
-        chord.fused_moe(**given | {"hidden": rows[:9], "out": rows[1:]})
+    for name in ("hidden", "shared_output"):
+        with pytest.raises(InputError, match=f"overlaps a part of {name} .* pass {name} itself"):
+            chord.fused_moe(**given | {name: rows[:9], "out": rows[1:]})
 
 
 def test_more_experts_than_a_kernel_takes_are_refused_here_too() -> None:
@@ -295,13 +332,16 @@ def test_compiles_whole_and_with_a_dynamic_number_of_tokens() -> None:
     @functools.partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=True)
     def model(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
         scores, ids = (hidden @ router).float().softmax(-1).topk(TOP_K)
-        return hidden + chord.fused_moe(hidden, w13, w2, scores, ids)
+        return chord.fused_moe(
+            hidden, w13, w2, scores, ids, routed_scaling_factor=2.5, shared_output=hidden
+        )
 
     router = cases.real_x(HIDDEN, E, seed=3)
     for tokens in (5, 9, 33):
         hidden = cases.real_x(tokens, HIDDEN)
         scores, ids = (hidden @ router).float().softmax(-1).topk(TOP_K)
-        want = hidden + chord.fused_moe(hidden, w13, w2, scores, ids)
+        more = {"routed_scaling_factor": 2.5, "shared_output": hidden}
+        want = chord.fused_moe(hidden, w13, w2, scores, ids, **more)
         torch.testing.assert_close(model(hidden, router), want, rtol=0, atol=0)
 
 
@@ -314,15 +354,20 @@ def test_compiles_with_out_and_workspace() -> None:
     def model(
         hidden: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        given = {"out": out, "workspace": space, "swiglu_limit": 0.5, "l2_is_clean": True}
+        given = {"out": out, "workspace": space, "l2_is_clean": True, **options}
         chord.fused_moe(hidden, w13, w2, scores, ids, **given)
         return out * 2
 
-    out = cases.poisoned(9, HIDDEN)
+    options = {
+        "swiglu_limit": 0.5,
+        "routed_scaling_factor": 2.5,
+        "shared_output": cases.real_x(9, HIDDEN, seed=5),
+    }
+    want = chord.fused_moe(**given, **options)
     arguments = (given["hidden"], given["topk_weights"], given["topk_ids"])
-    twice = model(*arguments, out)
-    want = chord.fused_moe(**given, swiglu_limit=0.5)
-    assert torch.equal(out, want) and torch.equal(twice, want * 2)
+    for out in (cases.poisoned(9, HIDDEN), options["shared_output"]):
+        twice = model(*arguments, out)
+        assert torch.equal(out, want) and torch.equal(twice, want * 2)
 
 
 @pytest.mark.parametrize("l2_is_clean", [False, True])
@@ -355,6 +400,8 @@ def test_compiled_code_refuses_gradients_and_constants_that_are_no_numbers() -> 
         ({"topk_weights": scores.clone().requires_grad_()}, "topk_weights .* requires grad"),
         ({"swiglu_alpha": float("nan")}, "swiglu_alpha=nan is beyond"),
         ({"swiglu_limit": float("inf")}, "swiglu_limit=inf is beyond"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan is beyond"),
+        ({"shared_output": hidden.clone().requires_grad_()}, "shared_output .* requires grad"),
     ):
         torch.compiler.reset()
         whole = torch.compile(chord.fused_moe, fullgraph=True, backend="aot_eager")
@@ -405,6 +452,8 @@ def test_operators_keep_the_rules_of_torch_library() -> None:
         1.0,
         0.0,
         None,
+        2.5,
+        cases.real_x(9, HIDDEN, seed=5),
         False,
     )
     chord.fused_moe(**given)  # the operators are defined at the first use of the function

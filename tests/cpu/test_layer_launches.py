@@ -15,6 +15,7 @@ import torch
 import cases
 import chord
 from chord import device as devices
+from chord.errors import InputError
 from chord.jit import launch as launching
 from chord.jit.params import COMBINE, COUNT, ROUTE
 from chord.ops import layer, route
@@ -73,16 +74,21 @@ def call() -> dict[str, Any]:
 
 @pytest.mark.parametrize("routes_at_once", [layer.MAX_ROUTES, 8])
 @pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_every_part_gets_its_own_tokens(
     launched: list[tuple[str, tuple[Any, ...]]],
     call: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     routes_at_once: int,
     on_input: bool,
+    is_shared: bool,
 ) -> None:
     monkeypatch.setattr(layer, "MAX_ROUTES", routes_at_once)
+    if is_shared:
+        call["shared_output"] = on_card(torch.zeros(TOKENS, HIDDEN, dtype=BF16))
+    scale = {"routed_scaling_factor": 2.5} if is_shared else {}
     for _ in range(2):  # the second time from what is remembered
-        chord.fused_moe(**call, apply_router_weight_on_input=on_input)
+        chord.fused_moe(**call, **scale, apply_router_weight_on_input=on_input)
     parts = [(0, 10)] if routes_at_once > 8 else [(0, 4), (4, 8), (8, 10)]
     gate_up_kernel = "RoutedGateUpWeighted" if on_input else "RoutedGateUp"
     names = ["route", gate_up_kernel, "RoutedDown", "combine"]
@@ -99,8 +105,42 @@ def test_every_part_gets_its_own_tokens(
         weights = at["topk_weights"] + 2 * TOP_K * first
         assert gate_up[11] == (weights if on_input else 0)
         assert combine[:3] == (rows, at["workspace"] + space.positions, 0 if on_input else weights)
-        assert combine[4] == at["out"] + 2 * HIDDEN * first
+        shared = at["shared_output"] + 2 * HIDDEN * first if is_shared else 0
+        assert combine[4:] == (
+            shared,
+            at["out"] + 2 * HIDDEN * first,
+            2.5 if is_shared else 1.0,
+            TOP_K,
+            HIDDEN,
+        )
     assert launched[: 4 * len(parts)] == launched[4 * len(parts) :]
+
+
+@pytest.mark.parametrize("routes_at_once", [layer.MAX_ROUTES, 8])
+def test_only_the_first_sum_waits_for_another_stream(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    call: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    routes_at_once: int,
+) -> None:
+    class Event:
+        def wait(self) -> None:
+            launched.append(("wait", ()))
+
+    monkeypatch.setattr(layer, "MAX_ROUTES", routes_at_once)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    call["shared_output"] = on_card(torch.zeros(TOKENS, HIDDEN, dtype=BF16))
+    part = ["route", "RoutedGateUp", "RoutedDown", "combine"]
+    for _ in range(2):
+        launched.clear()
+        chord.fused_moe(**call, shared_ready=Event())
+        first = [*part[:3], "wait", part[3]]
+        assert [name for name, _ in launched] == first + part * (routes_at_once == 8) * 2
+    with pytest.raises(InputError, match="shared_output is there, which is None"):
+        chord.fused_moe(**call | {"shared_output": None}, shared_ready=Event())
+    call["hidden"] = torch.zeros(TOKENS, HIDDEN, dtype=BF16)
+    with pytest.raises(InputError, match="shared_ready is an event of CUDA, hidden is on cpu"):
+        chord.fused_moe(**call, shared_ready=Event())
 
 
 def test_a_clean_l2_is_not_cleaned(

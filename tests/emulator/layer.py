@@ -56,7 +56,7 @@ const ChordUnit chord_unit{{enter, {kernel.num_threads}, {kernel.shared_bytes}}}
 
 def _run(
     kernel: FixedKernel,
-    values: dict[str, torch.Tensor | int],
+    values: dict[str, torch.Tensor | int | float],
     outputs: tuple[str, ...],
     num_blocks: int,
     seed: int,
@@ -154,18 +154,22 @@ def combine(
     weights: torch.Tensor | None,
     num_tokens: int,
     *,
+    scale: float = 1.0,
+    shared: torch.Tensor | None = None,
     seed: int = 0,
     flavour: str = "fast",
     replaced: Mapping[str, str] | None = None,
 ) -> torch.Tensor:
     """Sum rows, bf16 [R, N], of positions, int32 [T * top_k]; return bf16 [T, N]."""
     n = rows.shape[1]
-    values: dict[str, torch.Tensor | int] = {
+    values: dict[str, torch.Tensor | int | float] = {
         "rows": rows,
         "positions": positions,
         "router_weights": 0 if weights is None else weights.flatten(),
         "router_weight_type": 0 if weights is None else type_of(weights),
+        "shared": 0 if shared is None else shared,
         "out": torch.full((num_tokens, n), float("nan"), dtype=torch.bfloat16),
+        "scale": scale,
         "top_k": positions.numel() // num_tokens,
         "n": n,
     }

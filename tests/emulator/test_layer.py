@@ -327,9 +327,33 @@ def test_combine(top_k: int, n: int, dtype: torch.dtype | None) -> None:
     tolerance.assert_within_ulp(out, expected.bfloat16())
 
 
+@pytest.mark.parametrize("n", (8, 1032))
+@pytest.mark.parametrize("top_k", (2, 11))
+@pytest.mark.parametrize(("scale", "is_shared"), ((-2.5, False), (1.0, True), (2.827, True)))
+def test_combine_scales_and_adds(top_k: int, n: int, scale: float, is_shared: bool) -> None:
+    tokens = 3
+    made = layer.route(cases.topk_ids(tokens, top_k, 12, "holes"), 12)
+    positions = made.positions.view(tokens, top_k).clone()
+    positions[1] = -1
+    rows = cases.real_x(tokens * top_k, n)
+    shared = cases.real_x(tokens, n, seed=1) if is_shared else None
+    out = layer.combine(rows, positions.flatten(), None, tokens, scale=scale, shared=shared)
+    expected = torch.zeros(tokens, n, dtype=torch.float64)
+    for t in range(tokens):
+        for position in positions[t].tolist():
+            if position >= 0:
+                expected[t] += rows[position].double()
+    expected *= scale
+    if shared is not None:
+        expected += shared
+        assert torch.equal(out[1], shared[1])
+    tolerance.assert_rows_close(out, expected, 3e-3)
+
+
 def test_combine_under_sanitizers() -> None:
     rows, positions = cases.real_x(4, 136), torch.tensor([3, -1, 0, 2], dtype=torch.int32)
-    layer.combine(rows, positions, torch.ones(4), 2, flavour="sanitize")
+    for shared in (None, cases.real_x(2, 136)):
+        layer.combine(rows, positions, torch.ones(4), 2, shared=shared, flavour="sanitize")
 
 
 # --- what a stage waits for -----------------------------------------------------------------------

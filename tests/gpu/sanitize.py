@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -225,10 +225,15 @@ def layer_operands(problem: LayerLaunch) -> LayerOperands:
     hidden = cases.real_x(problem.tokens, problem.hidden)
     ids = cases.topk_ids(problem.tokens, problem.top_k, problem.num_experts, problem.routing)
     router = cases.topk_weights(problem.tokens, problem.top_k, kind="real")
-    options = {"apply_router_weight_on_input": problem.weight_on_input}
+    options: dict[str, Any] = {"apply_router_weight_on_input": problem.weight_on_input}
+    if not problem.weight_on_input:
+        shared = cases.real_x(problem.tokens, problem.hidden, seed=5)
+        options |= {"routed_scaling_factor": 2.5, "shared_output": shared}
     expected = chord.reference.fused_moe(hidden, *packed, router, ids, **options)
     given = [tensor.cuda() for tensor in (hidden, router, ids)]
     w13, w2 = (p.to("cuda") for p in packed)
+    if "shared_output" in options:
+        options["shared_output"] = options["shared_output"].cuda()
 
     def call(config: Config) -> torch.Tensor:
         return chord.fused_moe(given[0], w13, w2, *given[1:], configs=(config, config), **options)

@@ -40,6 +40,9 @@ def test_the_installed_entry_point_registers_and_touches_no_gpu() -> None:
         "for name in ('chord', 'compressed-tensors', 'humming'):\n"
         "    config = get_quantization_config(name)\n"
         "    assert config.__module__ == 'chord.integrations.vllm.config', (name, config)\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "runner = op_registry_oot['MoERunner']\n"
+        "assert runner.__module__ == 'chord.integrations.vllm.runner', runner\n"
         "assert not torch.cuda.is_initialized(), 'the plugin initialised CUDA'\n"
         "late = {'cuda.core', 'matplotlib', 'typer'} & set(sys.modules)\n"
         "assert not late, f'the plugin imported {late}'\n"
@@ -51,7 +54,9 @@ def test_switched_off_vllm_is_as_before() -> None:
         LOAD + "for name in ('compressed-tensors', 'humming'):\n"
         "    assert get_quantization_config(name).__module__.startswith('vllm.'), name\n"
         "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
-        "assert 'chord' not in QUANTIZATION_METHODS\n",
+        "assert 'chord' not in QUANTIZATION_METHODS\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "assert 'MoERunner' not in op_registry_oot\n",
         CHORD_VLLM="0",
     )
 

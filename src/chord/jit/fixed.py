@@ -41,7 +41,7 @@ class FixedLauncher:
             None,
         )
 
-    def launch(self, stream: int, num_blocks: int, values: tuple[int, ...]) -> None:
+    def launch(self, stream: int, num_blocks: int, values: tuple[int | float, ...]) -> None:
         """Enqueue the kernel on `stream`, which is of the kernel's device, the current one.
 
         Args:

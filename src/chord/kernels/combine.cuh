@@ -1,5 +1,6 @@
-// The last stage of the whole layer: out[t] is the sum over slots j of weight[t, j] times the row
-// at position[t, j], in FP32 and in the order of the slots. A token without a row gets zeros.
+// The last stage of the whole layer: out[t] is shared[t] plus scale times the sum over slots j of
+// weight[t, j] times the row at position[t, j], in FP32 and in the order of the slots. The sum of a
+// token without a row is zero.
 //
 // A thread sums 8 features of one token: it asks for the rows of 8 slots at once, 16 bytes each,
 // and every row is read once. Blocks are small and many, so that loads of one overlap sums of
@@ -18,11 +19,13 @@ struct CombineParams {
   const void* rows;       // BF16, rows of n, by position
   const int* positions;   // of each route, -1 for none
   RouterWeights weights;  // by route; none: already applied
-  void* out;              // BF16, a row of n for each token
+  const void* shared;     // BF16, a row of n for each token; null: nothing is added
+  void* out;              // BF16, a row of n for each token; may be `shared`
+  float scale;
   int top_k;
   int n;  // a multiple of 8
 };
-static_assert(sizeof(CombineParams) == 48, "CombineParams must match jit/params.py");
+static_assert(sizeof(CombineParams) == 64, "CombineParams must match jit/params.py");
 
 class Combine {
  public:
@@ -38,15 +41,24 @@ class Combine {
     const int token = ptx::block_idx() / parts(p.n);
     const int feature = 8 * (ptx::block_idx() % parts(p.n) * kThreads + ptx::thread_idx());
     float sums[8] = {};
-    // Where the first rows are is known before down has ended; the routing is older.
+    // Where the first rows are is known before down has ended; the routing is older. `shared` may
+    // come from another stream that has been joined only now.
     Slots slots = load_slots(token, 0);
     ptx::wait_for_kernel_before();
     if (feature >= p.n) return;
+    U32x4 shared = {0, 0, 0, 0};
+    if (p.shared != nullptr) {
+      shared =
+          ptx::load_written_once_x4(static_cast<const char*>(p.shared) + offset(token, feature));
+    }
     add_slots(sums, slots, feature);
 #pragma unroll 1
     for (int first = kSlots; first < p.top_k; first += kSlots) {
       add_slots(sums, load_slots(token, first), feature);
     }
+#pragma unroll
+    for (float& sum : sums) sum *= p.scale;
+    if (p.shared != nullptr) add_piece(sums, 1.f, shared);
     const U32x4 piece = {ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
                          ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])};
     ptx::store_global_x4(static_cast<char*>(p.out) + offset(token, feature), piece);
@@ -85,15 +97,19 @@ class Combine {
     }
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      if (slots.position[i] < 0) continue;
-      const u32 words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
+      if (slots.position[i] >= 0) add_piece(sums, slots.weight[i], pieces[i]);
+    }
+  }
+
+  // Adds weight times the 8 features of a piece.
+  static void add_piece(float (&sums)[8], float weight, const U32x4& piece) {
+    const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const float low = __builtin_bit_cast(float, words[word] << 16);
-        const float high = __builtin_bit_cast(float, words[word] & 0xffff0000u);
-        sums[2 * word] += slots.weight[i] * low;
-        sums[2 * word + 1] += slots.weight[i] * high;
-      }
+    for (int word = 0; word < 4; ++word) {
+      const float low = __builtin_bit_cast(float, words[word] << 16);
+      const float high = __builtin_bit_cast(float, words[word] & 0xffff0000u);
+      sums[2 * word] += weight * low;
+      sums[2 * word + 1] += weight * high;
     }
   }
 

@@ -11,7 +11,7 @@ import torch
 
 from chord.arguments import check_tensor, describe, real_number, truth, whole_number
 from chord.errors import InputError, UnsupportedError
-from chord.ops import checks, layer, torch_library
+from chord.ops import checks, layer, layer_checks, torch_library
 from chord.plan.config import Config
 from chord.weights.packed import PackedExperts
 
@@ -31,6 +31,9 @@ def fused_moe(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
+    routed_scaling_factor: float = 1.0,
+    shared_output: torch.Tensor | None = None,
+    shared_ready: torch.cuda.Event | None = None,
     l2_is_clean: bool = False,
     configs: tuple[Config, Config] | None = None,
 ) -> torch.Tensor:
@@ -40,7 +43,8 @@ def fused_moe(
     `hidden[t] @ W13[e].T`:
 
         middle = bf16(gate * sigmoid(alpha * gate) * (up + beta))
-        out[t] = bf16(sum over j of topk_weights[t, j] * bf16(middle @ W2[e].T))
+        sum[t] = sum over j of topk_weights[t, j] * bf16(middle @ W2[e].T)
+        out[t] = bf16(routed_scaling_factor * sum[t] + shared_output[t])
 
     Sums are FP32, the order is fixed: same input, same bits. Nothing waits for the device: ids are
     not validated, and one that is no expert's counts as -1. The call can be captured in a CUDA
@@ -60,13 +64,20 @@ def fused_moe(
         apply_router_weight_on_input: Multiply gate and up with the router weight instead of the
             rows of the second GEMM.
         out: bf16, [T, H], contiguous, overwritten entirely: tokens without a local expert become
-            zero. May be `hidden` itself, and lies apart from all other tensors.
+            zero, or their row of shared_output. May be `hidden` or `shared_output` itself, and lies
+            apart from all other tensors.
         workspace: any dtype, contiguous, of at least `chord.fused_moe_workspace` bytes, 16-byte
             aligned, apart from the other tensors; its content is of no meaning. Without it one is
             allocated by torch.
         swiglu_alpha: alpha of the formula.
         swiglu_beta: beta of the formula.
         swiglu_limit: Cut gate off above it, and up beyond plus and minus it; None for no limit.
+        routed_scaling_factor: Factor of the sum, of models that have one.
+        shared_output: bf16, [T, H], contiguous, 16-byte aligned: what the sum is added to, as the
+            output of shared experts.
+        shared_ready: Recorded behind what writes shared_output on another stream. Only the sum
+            waits for it: until then both streams run side by side. None if shared_output is
+            written on the current stream.
         l2_is_clean: Whether what lies in L2 when the call begins has mostly been read, not written,
             as in the decode step of a model. The first part of a long stream of weights then does
             not push that out, which takes up to 1.7 % off a decode layer, and adds 2 to 3 % behind
@@ -98,29 +109,19 @@ def fused_moe(
             f"activation={reprlib.repr(activation)} is not supported; 'silu' is, with "
             f"swiglu_alpha, swiglu_beta and swiglu_limit for the constants of models"
         )
-    for name, tensor in (("hidden", hidden), ("topk_weights", topk_weights)):
+    read = {"hidden": hidden, "topk_weights": topk_weights}
+    if shared_output is not None:
+        read["shared_output"] = shared_output
+    for name, tensor in read.items():
         check_tensor(name, tensor)
         checks.refuse_gradients(name, tensor)
-    if not torch.compiler.is_compiling():  # where these may be symbols
-        swiglu_alpha = real_number("swiglu_alpha", swiglu_alpha)
-        swiglu_beta = real_number("swiglu_beta", swiglu_beta)
-        if swiglu_limit is not None:
-            swiglu_limit = real_number("swiglu_limit", swiglu_limit)
-    for name, constant in (
-        ("swiglu_alpha", swiglu_alpha),
-        ("swiglu_beta", swiglu_beta),
-        ("swiglu_limit", swiglu_limit),
-    ):
-        if constant is not None and not abs(constant) <= layer.MAX_CONSTANT:  # NaN is not
-            raise InputError(
-                f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and SwiGLU is computed "
-                f"in FP32; pass a smaller one (no limit at all is swiglu_limit=None)"
-            )
-    if swiglu_limit is not None and not swiglu_limit > 0:
-        raise InputError(f"swiglu_limit={swiglu_limit!r} must be positive, or None for no limit")
+    swiglu, scale = _check_constants(swiglu_alpha, swiglu_beta, swiglu_limit, routed_scaling_factor)
+    if shared_ready is not None:
+        _check_event(shared_ready, hidden, shared_output)
     if torch.compiler.is_compiling():
-        if configs is not None:
-            raise InputError("configs cannot be chosen under torch.compile; leave it out")
+        for name, value in (("configs", configs), ("shared_ready", shared_ready)):
+            if value is not None:
+                raise InputError(f"{name} cannot be given under torch.compile; leave it out")
         return torch_library.fused_moe(
             hidden,
             w13,
@@ -131,18 +132,70 @@ def fused_moe(
             apply_router_weight_on_input,
             out,
             workspace,
-            (swiglu_alpha, swiglu_beta, swiglu_limit),
+            swiglu,
+            scale,
+            shared_output,
             truth("l2_is_clean", l2_is_clean),
         )
     operands = layer.Layer(
         w13,
         w2,
-        layer.Swiglu(swiglu_alpha, swiglu_beta, swiglu_limit),
+        layer.Swiglu(*swiglu),
         truth("apply_router_weight_on_input", apply_router_weight_on_input),
         configs,
         truth("l2_is_clean", l2_is_clean),
+        scale,
     )
-    return layer.run(operands, hidden, topk_weights, topk_ids, expert_map, out, workspace)
+    return layer.run(
+        operands,
+        hidden,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        out,
+        workspace,
+        shared_output,
+        shared_ready,
+    )
+
+
+def _check_constants(
+    alpha: float, beta: float, limit: float | None, scale: float
+) -> tuple[tuple[float, float, float | None], float]:
+    """Return SwiGLU's constants and the routed scaling factor as numbers that kernels take."""
+    if not torch.compiler.is_compiling():  # where these may be symbols
+        alpha, beta = real_number("swiglu_alpha", alpha), real_number("swiglu_beta", beta)
+        limit = None if limit is None else real_number("swiglu_limit", limit)
+        scale = real_number("routed_scaling_factor", scale)
+    for name, constant in (
+        ("swiglu_alpha", alpha),
+        ("swiglu_beta", beta),
+        ("swiglu_limit", limit),
+        ("routed_scaling_factor", scale),
+    ):
+        if constant is not None and not abs(constant) <= layer.MAX_CONSTANT:  # NaN is not
+            raise InputError(
+                f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and what it is for is "
+                f"computed in FP32; pass a smaller one (no limit at all is swiglu_limit=None)"
+            )
+    if limit is not None and not limit > 0:
+        raise InputError(f"swiglu_limit={limit!r} must be positive, or None for no limit")
+    return (alpha, beta, limit), scale
+
+
+def _check_event(
+    shared_ready: object, hidden: torch.Tensor, shared_output: torch.Tensor | None
+) -> None:
+    if not isinstance(shared_ready, torch.cuda.Event):
+        raise InputError(f"shared_ready is {describe(shared_ready)}, not a torch.cuda.Event")
+    if shared_output is None:
+        raise InputError(
+            "shared_ready says when shared_output is there, which is None; pass both or neither"
+        )
+    if not hidden.is_cuda:
+        raise InputError(
+            f"shared_ready is an event of CUDA, hidden is on {hidden.device}; leave it out"
+        )
 
 
 def fused_moe_workspace(num_tokens: int, w13: PackedExperts, w2: PackedExperts, top_k: int) -> int:
@@ -166,5 +219,5 @@ def fused_moe_workspace(num_tokens: int, w13: PackedExperts, w2: PackedExperts, 
             f"num_tokens is {describe(num_tokens)}, top_k {describe(top_k)}; there are at least 0 "
             f"tokens and 1 expert a token"
         )
-    layer.check_weights(w13, w2)
+    layer_checks.check_weights(w13, w2)
     return layer.space_for(tokens, slots, w13.num_experts, w13.k, w2.k).num_bytes

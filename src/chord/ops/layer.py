@@ -3,7 +3,7 @@
     route     ids [T, top_k] -> the routes sorted by expert
     gate_up   gathers tokens, multiplies, applies SwiGLU: [R, I] in the order of the sort
     down      multiplies: [R, H] in the same order
-    combine   gathers each token's rows, weights and sums them: [T, H]
+    combine   gathers each token's rows, weights, sums and scales them, adds the caller's: [T, H]
 
 From gate_up on, each begins while the one before drains (kernels/stage.cuh). More than MAX_ROUTES
 routes are run in parts, which bounds the workspace and costs nothing: weights are read again, but
@@ -24,23 +24,22 @@ import torch
 from chord import device as devices
 from chord import reference
 from chord.arguments import check_tensor
-from chord.errors import InputError, UnsupportedError
+from chord.errors import InputError
 from chord.jit import launch as launching
 from chord.jit.fixed import fixed_launcher
 from chord.jit.launch import KernelKey
-from chord.jit.params import COMBINE, COMBINE_THREADS, WEIGHT_TYPES
-from chord.ops import checks, route
+from chord.jit.params import COMBINE, COMBINE_THREADS
+from chord.ops import checks, layer_checks, route
 from chord.ops.grouped_gemm import choose, refuse_problem
 from chord.plan.config import Config
 from chord.plan.problem import GemmProblem
-from chord.weights.packed import PackedExperts, check_packed
+from chord.weights.packed import PackedExperts
 
 MAX_ROUTES = 131072
 _ALIGNMENT = 256
 _LOG2_E = math.log2(math.e)
 MAX_CONSTANT = 1e38  # of the activation: times log2(e) it still is a number of FP32
 _MAX_REMEMBERED = 4096
-_WEIGHT_TYPES = {getattr(torch, name): number for number, name in enumerate(WEIGHT_TYPES)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Layer:
         weight_on_input: Whether router weights multiply gate and up instead of the rows.
         configs: Configurations of gate_up and down; None lets `chord.plan.select` choose.
         l2_is_clean: Whether L2 holds little that has yet to be written back to memory.
+        scale: Factor of the sum over a token's experts.
     """
 
     w13: PackedExperts
@@ -80,6 +80,7 @@ class Layer:
     weight_on_input: bool = False
     configs: tuple[Config, Config] | None = None
     l2_is_clean: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,15 @@ class _Call:
     wide_ids: int
     wide_map: int
     weight_type: int
-    sizes: tuple[int, ...]  # bytes of hidden, topk_weights, topk_ids, expert_map, w13, w2, output
+    sizes: tuple[int, ...]  # bytes of what _NAMES has
     on_cuda: bool
     kernels: tuple[KernelKey, KernelKey] | None
     space: Space
     num_sms: int
 
+
+_NAMES = ("hidden", "topk_weights", "topk_ids", "expert_map", "w13", "w2", "out", "shared_output")
+"""The tensors of a call, in the order of their addresses and sizes; absent ones have no bytes."""
 
 _calls: dict[Hashable, _Call] = {}
 
@@ -149,6 +153,8 @@ def run(
     expert_map: torch.Tensor | None,
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    shared: torch.Tensor | None = None,
+    shared_ready: torch.cuda.Event | None = None,
 ) -> torch.Tensor:
     """Compute the layer; arguments and errors are those of `chord.fused_moe`.
 
@@ -160,6 +166,8 @@ def run(
         expert_map: int32 or int64, [num_ids], or None.
         out: bf16, [T, H], or None.
         workspace: any dtype, any shape, or None.
+        shared: bf16, [T, H], added to the result, or None.
+        shared_ready: What `shared` has to be awaited by, or None.
 
     Returns:
         bf16, [T, H]; `out` if it was given.
@@ -181,13 +189,17 @@ def run(
                 out.shape, out.dtype, out.get_device(), out.is_contiguous(), out.requires_grad),
             None if workspace is None else (
                 workspace.nbytes, workspace.get_device(), workspace.is_contiguous()),
+            None if shared is None else (
+                shared.shape, shared.dtype, shared.get_device(), shared.is_contiguous()),
         )
         # fmt: on
         call = _calls.get(facts)
     except Exception:  # not a tensor or the like: `_check_call` says so
         facts, call = None, None
     if call is None:
-        call = _check_call(layer, hidden, topk_weights, topk_ids, expert_map, out, workspace)
+        call = _check_call(
+            layer, hidden, topk_weights, topk_ids, expert_map, out, workspace, shared
+        )
         with_grad = out is not None and out.requires_grad  # asked each time whether it is enabled
         if facts is not None and call.on_cuda and not with_grad:
             if len(_calls) >= _MAX_REMEMBERED:
@@ -196,39 +208,24 @@ def run(
     is_given = out is not None
     if out is None:
         out = torch.empty_like(hidden)
-    hidden_at, out_at = hidden.data_ptr(), out.data_ptr()
-    apart = abs(out_at - hidden_at)
-    if (hidden_at | out_at) & 15 or 0 < apart < call.sizes[0]:
-        _refuse_addresses(hidden, out)
     addresses = (
-        hidden_at,
+        hidden.data_ptr(),
         topk_weights.data_ptr(),
         topk_ids.data_ptr(),
         0 if expert_map is None else expert_map.data_ptr(),
         layer.w13.data.data_ptr(),
         layer.w2.data.data_ptr(),
-        out_at,
+        out.data_ptr(),
+        0 if shared is None else shared.data_ptr(),
     )
-    if is_given and call.num_tokens:
-        end = out_at + call.sizes[0]
-        for at, size in zip(addresses[1:6], call.sizes[1:6], strict=True):
-            if at < end and out_at < at + size:
-                _refuse_out(out, call, addresses)
-    if workspace is not None and call.num_tokens:
-        space_at = workspace.data_ptr()
-        end = space_at + call.space.num_bytes
-        if space_at & 15:
-            _refuse_workspace(workspace, call, addresses)
-        for at, size in zip(addresses, call.sizes, strict=True):  # in every call: no generator
-            if at < end and space_at < at + size:
-                _refuse_workspace(workspace, call, addresses)
+    _check_addresses(call, addresses, hidden, out, workspace, shared, is_given)
     if not call.on_cuda:
-        return _run_reference(layer, hidden, topk_weights, topk_ids, expert_map, out)
+        return _run_reference(layer, hidden, topk_weights, topk_ids, expert_map, out, shared)
     if call.kernels is None:
         return out
     if workspace is None:
         workspace = torch.empty(call.space.num_bytes, dtype=torch.uint8, device=hidden.device)
-    _launch(layer, call, call.kernels, (*addresses, workspace.data_ptr()))
+    _launch(layer, call, call.kernels, (*addresses, workspace.data_ptr()), shared_ready)
     return out
 
 
@@ -239,6 +236,7 @@ def _run_reference(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
+    shared: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute a checked call on the CPU, into out, bf16, [T, H]."""
     checks.say_reference_once()
@@ -252,6 +250,8 @@ def _run_reference(
         out,
         swiglu=(layer.swiglu.alpha, layer.swiglu.beta, layer.swiglu.limit),
         apply_router_weight_on_input=layer.weight_on_input,
+        routed_scaling_factor=layer.scale,
+        shared_output=shared,
     )
 
 
@@ -259,13 +259,14 @@ def _launch(
     layer: Layer,
     call: _Call,
     kernels: tuple[KernelKey, KernelKey],
-    pointers: tuple[int, int, int, int, int, int, int, int],
+    pointers: tuple[int, ...],
+    shared_ready: torch.cuda.Event | None,
 ) -> None:
     """Launch the kernels on torch's current stream of their device, part by part."""
     index = kernels[0].index
     if index != launching.current_device():
         with torch.cuda.device(index):
-            _launch(layer, call, kernels, pointers)
+            _launch(layer, call, kernels, pointers, shared_ready)
         return
     # All kernels are there before the first is launched: half a layer would be left otherwise, and
     # scratch that nobody has cleared.
@@ -273,7 +274,7 @@ def _launch(
     combine = fixed_launcher(COMBINE, index)
     gate_up, down = (launching.launcher(kernel) for kernel in kernels)
     stream = launching.current_stream(index)
-    hidden, weights, ids, expert_map, w13_at, w2_at, out, base = pointers
+    hidden, weights, ids, expert_map, w13_at, w2_at, out, shared, base = pointers
     w13, w2, space, top_k = layer.w13, layer.w2, call.space, call.top_k
     num_experts = w13.num_experts
     offsets, routes, positions = base + space.offsets, base + space.routes, base + space.positions
@@ -323,8 +324,12 @@ def _launch(
             middle, w2_at, rows, *down_scratch, num_experts, w2.n, w2.k,
             middle_map, offsets, num_experts,
         ))
+        if shared_ready is not None:
+            shared_ready.wait()  # by the current stream
+            shared_ready = None
         combine.launch(stream, tokens * -(-w2.n // (8 * COMBINE_THREADS)), (
-            rows, positions, on_rows, call.weight_type, out + 2 * start * w2.n, top_k, w2.n,
+            rows, positions, on_rows, call.weight_type, shared and shared + 2 * start * w2.n,
+            out + 2 * start * w2.n, layer.scale, top_k, w2.n,
         ))
         # fmt: on
 
@@ -337,10 +342,11 @@ def _check_call(
     expert_map: torch.Tensor | None,
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    shared: torch.Tensor | None,
 ) -> _Call:
     """Check all of a call but addresses and contents, and choose its kernels."""
     w13, w2 = layer.w13, layer.w2
-    check_weights(w13, w2)
+    layer_checks.check_weights(w13, w2)
     check_tensor("hidden", hidden)
     if hidden.dtype is not torch.bfloat16 or hidden.dim() != 2 or hidden.shape[1] != w13.k:
         raise InputError(
@@ -357,13 +363,15 @@ def _check_call(
             raise InputError(
                 f"{name} is on {experts.device}, hidden is on {hidden.device}; move one of them"
             )
-    _check_routing(hidden, topk_weights, topk_ids, expert_map)
+    layer_checks.check_routing(hidden, topk_weights, topk_ids, expert_map)
     num_tokens, top_k = topk_ids.shape
     if out is not None:
         checks.check_out(out, hidden, tuple(hidden.shape), "the shape of hidden")
+    if shared is not None:
+        layer_checks.check_shared(shared, hidden)
     space = space_for(num_tokens, top_k, w13.num_experts, w13.k, w2.k)
     if workspace is not None:
-        _check_workspace(workspace, hidden, space)
+        layer_checks.check_workspace(workspace, hidden, space.num_bytes)
     if layer.configs is not None and not hidden.is_cuda:
         raise InputError(
             f"configs names kernels, and hidden is on {hidden.device}, where chord.reference "
@@ -388,10 +396,19 @@ def _check_call(
         num_ids=num_ids,
         wide_ids=int(topk_ids.dtype is torch.int64),
         wide_map=int(expert_map is not None and expert_map.dtype is torch.int64),
-        weight_type=_WEIGHT_TYPES[topk_weights.dtype],
+        weight_type=layer_checks.ROUTER_WEIGHT_TYPES[topk_weights.dtype],
         sizes=tuple(
             0 if tensor is None else tensor.nbytes
-            for tensor in (hidden, topk_weights, topk_ids, expert_map, w13.data, w2.data, hidden)
+            for tensor in (
+                hidden,
+                topk_weights,
+                topk_ids,
+                expert_map,
+                w13.data,
+                w2.data,
+                hidden,
+                shared,
+            )
         ),
         on_cuda=hidden.is_cuda,
         kernels=kernels,
@@ -430,82 +447,44 @@ def problems(layer: Layer, num_routes: int, num_ids: int) -> tuple[GemmProblem, 
     return gate_up, down
 
 
-def check_weights(w13: PackedExperts, w2: PackedExperts) -> None:
-    """Refuse weights that are not the two of one layer."""
-    check_packed("w13", w13)
-    check_packed("w2", w2)
-    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
-        raise InputError(
-            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
-            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
-        )
-    if not w13.gate_up_interleaved:
-        raise UnsupportedError(
-            "w13 was packed without interleave_gate_up; SwiGLU is applied where gate and up of a "
-            "feature meet in one thread: pack it with "
-            "chord.pack_experts(..., interleave_gate_up=True)"
-        )
-    if w2.gate_up_interleaved:
-        raise UnsupportedError(
-            "w2 was packed with interleave_gate_up=True, which is for w13 only; pack it without"
-        )
-
-
-def _check_routing(
+def _check_addresses(
+    call: _Call,
+    addresses: tuple[int, ...],
     hidden: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    is_given: bool,
 ) -> None:
-    integers = (torch.int32, torch.int64)
-    check_tensor("topk_ids", topk_ids)
-    if topk_ids.dtype not in integers or topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
-        raise InputError(
-            f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; it must be int32 or int64 "
-            f"[T, top_k]"
-        )
-    if topk_ids.shape[0] != hidden.shape[0]:
-        raise InputError(
-            f"topk_ids is {list(topk_ids.shape)}, hidden {list(hidden.shape)}; they must agree in "
-            f"T, their first dimension"
-        )
-    check_tensor("topk_weights", topk_weights)
-    if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.shape != topk_ids.shape:
-        raise InputError(
-            f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; it must be float32, "
-            f"bfloat16 or float16 {list(topk_ids.shape)}, the shape of topk_ids"
-        )
-    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        checks.check_contiguous(name, tensor)
-        if tensor.device != hidden.device:
-            raise InputError(
-                f"{name} is on {tensor.device}, hidden is on {hidden.device}; move one of them"
-            )
-    if topk_ids.numel() >= 1 << 31:
-        raise InputError(
-            f"topk_ids {list(topk_ids.shape)} makes {topk_ids.numel()} routes; routes are counted "
-            f"in 32 bits, below 2^31"
-        )
-    if expert_map is not None:
-        checks.check_table("expert_map", expert_map, hidden, integers)
-        if not expert_map.numel():
-            raise InputError(
-                "expert_map has no elements; it must have one for each expert of the model"
-            )
+    """Refuse tensors that lie at odd places or in each other's way; asked in every call.
 
-
-def _check_workspace(workspace: torch.Tensor, hidden: torch.Tensor, space: Space) -> None:
-    check_tensor("workspace", workspace)
-    checks.check_contiguous("workspace", workspace)
-    if workspace.device != hidden.device:
-        raise InputError(
-            f"workspace is on {workspace.device}, hidden is on {hidden.device}; move one of them"
-        )
-    if workspace.nbytes < space.num_bytes:
-        raise InputError(
-            f"workspace has {workspace.nbytes} bytes, {hidden.shape[0]} tokens need "
-            f"{space.num_bytes}; chord.fused_moe_workspace tells the size"
-        )
+    Args:
+        call: The call.
+        addresses: Of its tensors, in the order of `_NAMES`.
+        hidden: bf16, [T, H].
+        out: bf16, [T, H].
+        workspace: any dtype, any shape, or None.
+        shared: bf16, [T, H], or None.
+        is_given: Whether `out` is the caller's.
+    """
+    hidden_at, out_at, shared_at = addresses[0], addresses[6], addresses[7]
+    # The address 0 of an absent tensor lies further from out than any tensor is long.
+    size, apart, beside = call.sizes[0], abs(out_at - hidden_at), abs(out_at - shared_at)
+    if (hidden_at | out_at | shared_at) & 15 or 0 < apart < size or 0 < beside < size:
+        _refuse_addresses(hidden, out, shared)
+    if is_given and call.num_tokens:
+        end = out_at + size
+        for at, length in zip(addresses[1:6], call.sizes[1:6], strict=True):
+            if at < end and out_at < at + length:
+                _refuse_out(out, call, addresses)
+    if workspace is not None and call.num_tokens:
+        space_at = workspace.data_ptr()
+        end = space_at + call.space.num_bytes
+        if space_at & 15:
+            _refuse_workspace(workspace, call, addresses)
+        for at, length in zip(addresses, call.sizes, strict=True):  # no generator: it takes longer
+            if at < end and space_at < at + length:
+                _refuse_workspace(workspace, call, addresses)
 
 
 def _refuse_workspace(workspace: torch.Tensor, call: _Call, addresses: tuple[int, ...]) -> NoReturn:
@@ -516,41 +495,47 @@ def _refuse_workspace(workspace: torch.Tensor, call: _Call, addresses: tuple[int
             f"workspace begins at address {begin:#x}; it must be 16-byte aligned (rows are copied "
             f"16 bytes at a time): pass another part of it"
         )
-    shared = _overlapped(begin, call.space.num_bytes, call, addresses)
+    others = _overlapped(begin, call.space.num_bytes, call, addresses)
     raise InputError(
         f"workspace, whose first {call.space.num_bytes} bytes are written, overlaps "
-        f"{' and '.join(shared)} in memory; pass one apart from all other tensors"
+        f"{' and '.join(others)} in memory; pass one apart from all other tensors"
     )
 
 
 def _refuse_out(out: torch.Tensor, call: _Call, addresses: tuple[int, ...]) -> NoReturn:
     """Say what lies in the memory of out, bf16, [T, H], and is read while it is written."""
-    shared = _overlapped(addresses[-1], call.sizes[-1], call, addresses)
-    shared = [name for name in shared if name not in ("hidden", "out")]
+    others = _overlapped(out.data_ptr(), call.sizes[0], call, addresses)
+    others = [name for name in others if name not in ("hidden", "out", "shared_output")]
     raise InputError(
-        f"out {list(out.shape)} overlaps {' and '.join(shared)} in memory, which is read while "
-        f"out is written; pass hidden itself, or an out apart from all other tensors"
+        f"out {list(out.shape)} overlaps {' and '.join(others)} in memory, which is read while out "
+        f"is written; pass hidden or shared_output itself, or an out apart from all other tensors"
     )
 
 
 def _overlapped(begin: int, size: int, call: _Call, addresses: tuple[int, ...]) -> list[str]:
     """Return the tensors of a call that share memory with bytes from `begin` on."""
-    names = ("hidden", "topk_weights", "topk_ids", "expert_map", "w13", "w2", "out")
     return [
         name
-        for name, at, length in zip(names, addresses, call.sizes, strict=True)
+        for name, at, length in zip(_NAMES, addresses, call.sizes, strict=True)
         if at < begin + size and begin < at + length
     ]
 
 
-def _refuse_addresses(hidden: torch.Tensor, out: torch.Tensor) -> None:
-    for name, tensor in (("hidden", hidden), ("out", out)):
+def _refuse_addresses(
+    hidden: torch.Tensor, out: torch.Tensor, shared: torch.Tensor | None
+) -> NoReturn:
+    """Say what is wrong with the places of hidden, out and shared_output, bf16, [T, H]."""
+    read = {"hidden": hidden} if shared is None else {"hidden": hidden, "shared_output": shared}
+    for name, tensor in (*read.items(), ("out", out)):
         if tensor.data_ptr() % 16:
             raise InputError(
                 f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
                 f"(rows are copied 16 bytes at a time): pass a copy"
             )
+    name, tensor = next(
+        item for item in read.items() if 0 < abs(item[1].data_ptr() - out.data_ptr()) < out.nbytes
+    )
     raise InputError(
-        f"out {list(out.shape)} overlaps a part of hidden {list(hidden.shape)} in memory; pass "
-        f"hidden itself, or an out apart from it"
+        f"out {list(out.shape)} overlaps a part of {name} {list(tensor.shape)} in memory; pass "
+        f"{name} itself, or an out apart from it"
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from chord.ops import layer
+from chord.ops import layer, layer_checks
 from chord.weights.packed import PackedExperts
 
 _OPERANDS = (
     "Tensor hidden, Tensor w13, Tensor w2, int intermediate, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? expert_map, bool apply_router_weight_on_input, float swiglu_alpha, "
-    "float swiglu_beta, float? swiglu_limit, bool l2_is_clean"
+    "float swiglu_beta, float? swiglu_limit, float routed_scaling_factor, Tensor? shared_output, "
+    "bool l2_is_clean"
 )
 
 
@@ -30,6 +31,8 @@ def _run(
     swiglu_alpha: float,
     swiglu_beta: float,
     swiglu_limit: float | None,
+    routed_scaling_factor: float,
+    shared_output: torch.Tensor | None,
     l2_is_clean: bool,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -41,6 +44,7 @@ def _run(
         layer.Swiglu(swiglu_alpha, swiglu_beta, swiglu_limit),
         apply_router_weight_on_input,
         l2_is_clean=l2_is_clean,
+        scale=routed_scaling_factor,
     )
     # Compiled code may hand over views of other strides than a caller of the function would.
     return layer.run(
@@ -51,6 +55,7 @@ def _run(
         expert_map,
         out,
         workspace,
+        None if shared_output is None else shared_output.contiguous(),
     )
 
 
@@ -89,6 +94,8 @@ def fused_moe(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
     swiglu: tuple[float, float, float | None],
+    routed_scaling_factor: float,
+    shared_output: torch.Tensor | None,
     l2_is_clean: bool,
 ) -> torch.Tensor:
     """Call the operator that fits; arguments as `chord.fused_moe` takes them.
@@ -104,12 +111,14 @@ def fused_moe(
         out: bf16, [T, H], or None.
         workspace: any dtype, any shape, or None.
         swiglu: alpha, beta and limit.
+        routed_scaling_factor: Factor of the sum.
+        shared_output: bf16, [T, H], or None.
         l2_is_clean: What lies in L2.
 
     Returns:
         bf16, [T, H]; `out` if it was given.
     """
-    layer.check_weights(w13, w2)
+    layer_checks.check_weights(w13, w2)
     operands = (
         hidden,
         w13.data,
@@ -120,6 +129,8 @@ def fused_moe(
         expert_map,
         apply_router_weight_on_input,
         *swiglu,
+        routed_scaling_factor,
+        shared_output,
         l2_is_clean,
     )
     if out is None and workspace is None:

@@ -1,12 +1,14 @@
 """Chord inside vLLM: nothing to configure, nothing patched.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It puts
-three quantization configs into vLLM's own registry; vLLM asks them which method serves a layer:
+three quantization configs into vLLM's own registry, which vLLM asks which method serves a layer,
+and a runner of expert layers into vLLM's registry of layer classes:
 
     config.py      the three configs: what vLLM asks
     selection.py   which expert layers Chord takes, and in words why not
     method.py      weights of a layer: created, packed, reloaded
     experts.py     the computation, for both activation formats of vLLM
+    runner.py      the end of a layer: scaled and added to where its experts are summed
 
 `CHORD_VLLM=0` leaves vLLM as it is. docs/vllm.md is the user's page.
 """
@@ -17,7 +19,7 @@ from chord import env
 
 
 def register() -> None:
-    """Register Chord's configs with vLLM, unless CHORD_VLLM=0; touches no GPU.
+    """Register Chord's configs and runner with vLLM, unless CHORD_VLLM=0; touches no GPU.
 
     Calling it again changes nothing: vLLM's registry keeps one class a name.
 
@@ -28,7 +30,8 @@ def register() -> None:
         return
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from chord.integrations.vllm import config
+    from chord.integrations.vllm import config, runner
 
     for name, config_class in config.CONFIGS.items():
         register_quantization_config(name)(config_class)
+    runner.register()

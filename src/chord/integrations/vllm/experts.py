@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,6 +73,20 @@ class _PackedWeights:
             )
             kept = self._kept = (first, second)
         return kept
+
+
+@dataclass(frozen=True)
+class LayerEnd:
+    """What is left to do when a token's experts are summed: scale times the sum, plus shared.
+
+    Attributes:
+        scale: The model's routed scaling factor.
+        shared: Asked when the routed experts are about to run: the shared experts' output, bf16
+            [M, H], or None; and what it has to be awaited by, if another stream writes it.
+    """
+
+    scale: float = 1.0
+    shared: Callable[[], tuple[torch.Tensor | None, torch.cuda.Event | None]] = lambda: (None, None)
 
 
 @dataclass(frozen=True)
@@ -214,6 +228,16 @@ class ChordExperts(ChordExpertsBase):
 
     interleave_gate_up: ClassVar[bool] = True
     fixed_kernels: ClassVar[tuple[FixedKernel, ...]] = FIXED_KERNELS
+    _end = LayerEnd()
+
+    @contextlib.contextmanager
+    def ending(self, end: LayerEnd) -> Iterator[None]:
+        """Let calls within compute the layer to its end."""
+        self._end = end
+        try:
+            yield
+        finally:
+            self._end = LayerEnd()
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -272,10 +296,14 @@ class ChordExperts(ChordExpertsBase):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute the layer into output, bf16 [M, H], from hidden_states, bf16 [M, H]."""
+        """Compute the layer into output, bf16 [M, H], from hidden_states, bf16 [M, H].
+
+        Within `ending` scaled, and with the shared experts' output.
+        """
         if apply_router_weight_on_input:  # vLLM has: the tokens come in weighted
             topk_weights = torch.ones_like(topk_weights)
         w13, down = self._weights.of(w1, w2)
+        shared_output, shared_ready = self._end.shared()
         chord.fused_moe(
             hidden_states,
             w13,
@@ -286,6 +314,9 @@ class ChordExperts(ChordExpertsBase):
             out=output,
             workspace=workspace2,
             swiglu_limit=self.activation_config.clamp_limit,
+            routed_scaling_factor=self._end.scale,
+            shared_output=shared_output,
+            shared_ready=shared_ready,
             l2_is_clean=True,  # in decode: attention has read its weights and the cache
         )
 
