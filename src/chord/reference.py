@@ -203,7 +203,7 @@ def fused_moe(
         gate, up = bf16(hidden[t] @ W13[e].T)               two halves of I values
         middle   = bf16(gate * sigmoid(alpha * gate) * (up + beta))
         sum[t]   = sum over j of topk_weights[t, j] * (middle @ W2[e].T)
-        out[t]   = bf16(routed_scaling_factor * sum[t] + shared_output[t])
+        out[t]   = bf16(bf16(routed_scaling_factor * bf16(sum[t])) + shared_output[t])
 
     With a limit, gate is cut off above it and up beyond plus and minus it. With
     apply_router_weight_on_input the weight multiplies gate and up, and nothing afterwards.
@@ -264,10 +264,10 @@ def fused_moe(
         for slot in range(topk_ids.shape[1]):
             chosen = slots == slot
             total[tokens[chosen]] += rows[chosen]
-    total *= routed_scaling_factor
-    if shared_output is not None:
-        total += shared_output
-    return out.copy_(total)
+    total = total.bfloat16()
+    if routed_scaling_factor != 1:
+        total *= routed_scaling_factor
+    return out.copy_(total if shared_output is None else total + shared_output)
 
 
 def _swiglu(gate_up: torch.Tensor, alpha: float, beta: float, limit: float | None) -> torch.Tensor:

@@ -112,8 +112,10 @@ def test_the_sum_is_scaled_and_added_to_what_shared_experts_gave(
     given = operands()
     given["topk_ids"][4] = -1
     shared = cases.real_x(9, HIDDEN, seed=5) if is_shared else None
+    plain = chord.fused_moe(**given)
     given |= {"routed_scaling_factor": scale, "shared_output": shared}
     out = chord.fused_moe(**given)
+    assert torch.equal(out, plain * scale if shared is None else plain * scale + shared)
     want = expected(given) * scale + (0 if shared is None else shared.double())
     tolerance.assert_rows_close(out, want, tolerance.LAYER_LIMIT)
     assert torch.equal(out, chord.reference.fused_moe(**given))

@@ -136,6 +136,16 @@ def test_one_kernel_sums_scales_and_adds(calls: list[dict[str, Any]]) -> None:
     assert torch.equal(layer.run(), out)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_bits_are_those_of_vllms_own_end(is_shared: bool) -> None:
+    shared = Shared() if is_shared else None
+    out = Layer(shared).run()
+    del custom_op.op_registry_oot[NAME]
+    stock = Layer(shared)
+    assert type(stock.runner) is MoERunner
+    assert torch.equal(out, stock.run())
+
+
 def test_without_shared_experts(calls: list[dict[str, Any]]) -> None:
     layer = Layer()
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)

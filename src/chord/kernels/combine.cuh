@@ -1,6 +1,7 @@
 // The last stage of the whole layer: out[t] is shared[t] plus scale times the sum over slots j of
 // weight[t, j] times the row at position[t, j], in FP32 and in the order of the slots. The sum of a
-// token without a row is zero.
+// token without a row is zero. Sum, product and result are rounded to BF16 as if a kernel of its
+// own had written each: whether this one scales and adds changes no bit.
 //
 // A thread sums 8 features of one token: it asks for the rows of 8 slots at once, 16 bytes each,
 // and every row is read once. Blocks are small and many, so that loads of one overlap sums of
@@ -56,11 +57,9 @@ class Combine {
     for (int first = kSlots; first < p.top_k; first += kSlots) {
       add_slots(sums, load_slots(token, first), feature);
     }
-#pragma unroll
-    for (float& sum : sums) sum *= p.scale;
-    if (p.shared != nullptr) add_piece(sums, 1.f, shared);
-    const U32x4 piece = {ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
-                         ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])};
+    U32x4 piece = rounded(sums);
+    if (p.scale != 1.f) piece = rounded_sum(p.scale, piece, {0, 0, 0, 0});
+    if (p.shared != nullptr) piece = rounded_sum(1.f, piece, shared);
     ptx::store_global_x4(static_cast<char*>(p.out) + offset(token, feature), piece);
   }
 
@@ -99,6 +98,19 @@ class Combine {
     for (int i = 0; i < kSlots; ++i) {
       if (slots.position[i] >= 0) add_piece(sums, slots.weight[i], pieces[i]);
     }
+  }
+
+  static U32x4 rounded(const float (&sums)[8]) {
+    return {ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
+            ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])};
+  }
+
+  // factor * piece + addend; one of both leaves its operand as it is, so this rounds once.
+  static U32x4 rounded_sum(float factor, const U32x4& piece, const U32x4& addend) {
+    float sums[8] = {};
+    add_piece(sums, 1.f, addend);
+    add_piece(sums, factor, piece);
+    return rounded(sums);
   }
 
   // Adds weight times the 8 features of a piece.

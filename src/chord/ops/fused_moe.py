@@ -44,7 +44,7 @@ def fused_moe(
 
         middle = bf16(gate * sigmoid(alpha * gate) * (up + beta))
         sum[t] = sum over j of topk_weights[t, j] * bf16(middle @ W2[e].T)
-        out[t] = bf16(routed_scaling_factor * sum[t] + shared_output[t])
+        out[t] = bf16(bf16(routed_scaling_factor * bf16(sum[t])) + shared_output[t])
 
     Sums are FP32, the order is fixed: same input, same bits. Nothing waits for the device: ids are
     not validated, and one that is no expert's counts as -1. The call can be captured in a CUDA
@@ -74,7 +74,7 @@ def fused_moe(
         swiglu_limit: Cut gate off above it, and up beyond plus and minus it; None for no limit.
         routed_scaling_factor: Factor of the sum, of models that have one.
         shared_output: bf16, [T, H], contiguous, 16-byte aligned: what the sum is added to, as the
-            output of shared experts.
+            output of shared experts. With both the bits are those of scaling and adding afterwards.
         shared_ready: Recorded behind what writes shared_output on another stream. Only the sum
             waits for it: until then both streams run side by side. None if shared_output is
             written on the current stream.
