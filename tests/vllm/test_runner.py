@@ -146,6 +146,33 @@ def test_the_bits_are_those_of_vllms_own_end(is_shared: bool) -> None:
     assert torch.equal(out, stock.run())
 
 
+def test_compiled_code_is_that_of_vllm(calls: list[dict[str, Any]]) -> None:
+    """It may come from a process without Chord, or go to one: vLLM's cache does not tell."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer = Layer(Shared())
+    want = layer.run()
+    config = layer.config
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
+        forward = torch.compile(layer.runner.forward, backend=keep, fullgraph=True)
+        assert torch.equal(forward(layer.x, layer.logits), want)
+    assert calls[1]["routed_scaling_factor"] == 1.0 and calls[1]["shared_output"] is None
+    del custom_op.op_registry_oot[NAME]
+    stock = Layer(Shared())
+    config = stock.config
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
+        torch.compile(stock.runner.forward, backend=keep, fullgraph=True)(stock.x, stock.logits)
+    ours, vllms = (
+        [(node.name, node.op, str(node.target)) for node in graph.graph.nodes] for graph in graphs
+    )
+    assert ours == vllms
+    assert torch.equal(layer.run(), want), "eager calls end the layer as before"
+
+
 def test_without_shared_experts(calls: list[dict[str, Any]]) -> None:
     layer = Layer()
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)
@@ -222,7 +249,7 @@ def test_a_stream_that_no_sum_joins_is_joined_behind(
     assert events == ["begin", f"wait, {len(calls)} calls"] and len(calls) == bool(tokens)
 
 
-def test_shared_experts_of_another_dtype_are_left_to_vllm(calls: list[dict[str, Any]]) -> None:
+def test_shared_experts_of_another_dtype_are_added_behind(calls: list[dict[str, Any]]) -> None:
     layer = Layer(Shared(torch.float32))
     out = layer.run()
     assert out.dtype == torch.float32, "as without Chord's runner"
@@ -257,7 +284,7 @@ def test_batches_that_are_changed_on_the_way_are_left_to_vllm(
     owner: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Layer(Shared()).runner
-    assert runner._ending_experts() is not None
+    assert runner._ending is None and runner._ending_experts() is not None
     holder = runner.moe_config if owner == "moe_config" else runner.moe_config.moe_parallel_config
     monkeypatch.setattr(holder, name, value)
     assert runner._ending_experts() is None
@@ -279,6 +306,7 @@ def test_a_layer_that_failed_leaves_no_end_behind(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ZeroDivisionError):
             layer.run()
     layer.runner.shared_experts._output[0] = None
+    assert layer.runner._ending is None
     experts = layer.runner.routed_experts.quant_method.moe_kernel.fused_experts
     assert experts._end.scale == 1.0 and experts._end.shared() == (None, None)
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)

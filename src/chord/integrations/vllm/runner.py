@@ -5,6 +5,10 @@ shared experts' output, [M, H], each in a pass over memory of its own. Chord's s
 both on its way. Who computes them is decided by vLLM's `MoERunner`, and vLLM lets a plugin put a
 subclass in the place of a layer class (`PluggableLayer.register_oot`): this one does what vLLM does
 wherever another kernel serves the layer, or something stands between the sum and the layer's end.
+
+So it does in code that torch.compile has made, too. There `forward` is not run but what was traced
+of it, perhaps by another process and without Chord: vLLM keeps compiled models on disk, under a key
+that knows of no plugin, and checks no guards. Such code scales and adds in larger kernels.
 """
 
 from __future__ import annotations
@@ -35,12 +39,32 @@ _PARAMETERS = {
         "shared_experts_overlapping",
     ),
     "_maybe_apply_routed_scale_to_output": ("shared_output", "fused_output"),
+    "forward": ("hidden_states", "router_logits", "input_ids", "shared_experts_input"),
 }
 """What vLLM's methods take that are overridden here."""
 
 
 class ChordMoERunner(MoERunner):
     """vLLM's runner of an expert layer, which leaves scaling and adding to Chord's experts."""
+
+    _ending: ChordExperts | None = None
+    """Those that compute the layer to its end, while `forward` runs; None in compiled code."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer, bf16 [M, H], as vLLM's runner does."""
+        if torch.compiler.is_compiling():
+            return super().forward(hidden_states, router_logits, input_ids, shared_experts_input)
+        self._ending = self._ending_experts()
+        try:
+            return super().forward(hidden_states, router_logits, input_ids, shared_experts_input)
+        finally:
+            self._ending = None
 
     def _ending_experts(self) -> ChordExperts | None:
         """Return Chord's experts if their sum is followed by nothing but scaling and adding.
@@ -72,22 +96,24 @@ class ChordMoERunner(MoERunner):
         input_ids: torch.Tensor | None = None,
         shared_experts_overlapping: bool = False,
     ) -> tuple[torch.Tensor | None, Any]:
-        """Run shared and routed experts; the latter's output, bf16 [M, H], may be the layer's."""
+        """Run shared and routed experts; where Chord ends the layer, the second output is its own.
+
+        Outputs are bf16, [M, H].
+        """
         operands = (hidden_states, router_logits, shared_experts_input, input_ids)
-        experts = self._ending_experts()
+        experts = self._ending
         if experts is None:
             return super()._apply_quant_method(*operands, shared_experts_overlapping)
-        to_await = shared_experts_overlapping
+        shared, to_await, to_add = self._shared_experts, shared_experts_overlapping, True
 
         def shared_output() -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
-            nonlocal to_await
-            shared = self._shared_experts
+            nonlocal to_await, to_add
             if shared is None:
                 return None, None
             output = shared._output[shared._output_idx]
-            if not _can_be_added(output, hidden_states):
+            if output.dtype != hidden_states.dtype or output.shape != hidden_states.shape:
                 return None, None
-            ready = None
+            ready, to_add = None, False
             if to_await:
                 to_await = False
                 events = getattr(shared, "_output_ready_event", None)
@@ -98,25 +124,20 @@ class ChordMoERunner(MoERunner):
             return output.contiguous(), ready
 
         with experts.ending(LayerEnd(self.routed_scaling_factor, shared_output)):
-            outputs = super()._apply_quant_method(*operands, False)
+            shared_rows, rows = super()._apply_quant_method(*operands, False)
         if to_await:
-            self._shared_experts.wait()
-        return outputs
+            shared.wait()
+        if shared_rows is not None and to_add:
+            rows = shared_rows + rows
+        return shared_rows, rows
 
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return what is still to be added, and the routed experts' output, bf16 [M, H], scaled."""
-        if self._ending_experts() is None:
-            return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
-        if shared_output is None or _can_be_added(shared_output, fused_output):
+        if self._ending is not None:
             return None, fused_output
-        return shared_output, fused_output
-
-
-def _can_be_added(shared: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return whether shared has the dtype and shape of rows, bf16 [M, H]: else vLLM adds it."""
-    return shared.dtype == rows.dtype and shared.shape == rows.shape
+        return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
 
 
 def register() -> None:
