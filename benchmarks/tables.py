@@ -246,6 +246,13 @@ def vllm_results(folder: Path) -> Iterator[str]:
         names = pair.replace(" | ", " and ")
         apart = result["mean_abs_logprob"]
         yield f"| {names} | {result['top1_agreement']:.4f} | {apart:.4f} |"
+    sides = agree["agree"].get("sides")
+    if sides is not None:
+        yield ""
+        yield (
+            f"Marlin's likeliest word is that of Chord alone at {sides['only chord']} places, of "
+            f"Humming alone at {sides['only humming']}."
+        )
 
 
 def wrap(text: str) -> list[str]:

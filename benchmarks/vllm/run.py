@@ -40,6 +40,10 @@ STEPS = 64
 ROUNDS = {"prefill": 8, "decode": 24}
 
 
+# Threads that wait for each other in small CPU operations make a step late on a busy host.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to start vLLM: what a user would type, and with Chord's plugin or without."""
@@ -78,6 +82,7 @@ class Engine:
             "CHORD_VLLM": str(int(way.plugin)),
             "CHORD_CACHE_DIR": str(cache),
             "CHORD_JIT": "auto" if way.compiles else "cached",
+            **ENVIRONMENT,
         }
         self.name = name
         self.log = logs / f"{name.replace(' ', '_').replace(',', '')}-{time.time_ns() % 10**6}.log"
@@ -158,7 +163,25 @@ def agree(logs: Path) -> dict[str, Any]:
         "asked": {**asked, "seeds": list(seeds)},
         "engines": results,
         "pairs": {f"{a} | {b}": compare(scores[a], scores[b]) for a, b in pairs},
+        "sides": count_sides(*(scores[name] for name in ("chord", "humming", "marlin"))),
     }
+
+
+def count_sides(
+    chord: dict[str, Any] | None, humming: dict[str, Any] | None, marlin: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Count places where only one of two engines finds Marlin's word the likeliest.
+
+    Two engines that differ by chance alone have counts apart by less than about twice the root of
+    their sum: shares of agreement say nothing without it.
+    """
+    if chord is None or humming is None or marlin is None:
+        return {"failed": "an engine did not answer"}
+    counts = {"only chord": 0, "only humming": 0}
+    for ours, theirs, word in zip(chord["top"], humming["top"], marlin["top"], strict=True):
+        counts["only chord"] += ours == word != theirs
+        counts["only humming"] += theirs == word != ours
+    return counts
 
 
 def compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any]:
@@ -275,6 +298,7 @@ def main() -> None:
         "date": records.today(),
         "card": card,
         "versions": versions,
+        "environment": ENVIRONMENT,
         "kernel_digest": machine.kernel_digest(),
     }
     stem = "-".join(
