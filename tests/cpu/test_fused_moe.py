@@ -104,7 +104,7 @@ def test_constants_of_the_activation(on_input: bool) -> None:
         assert (want - wrong).norm() > 0.1 * want.norm(), f"the inputs do not tell {name}"
 
 
-@pytest.mark.parametrize("scale", (1.0, -2.827))
+@pytest.mark.parametrize("scale", (1.0, -2.827, 0.4, 0.0))
 @pytest.mark.parametrize("is_shared", (False, True))
 def test_the_sum_is_scaled_and_added_to_what_shared_experts_gave(
     scale: float, is_shared: bool
@@ -120,6 +120,8 @@ def test_the_sum_is_scaled_and_added_to_what_shared_experts_gave(
     tolerance.assert_rows_close(out, want, tolerance.LAYER_LIMIT)
     assert torch.equal(out, chord.reference.fused_moe(**given))
     if shared is not None:
+        with pytest.raises(InputError, match=r"shared_output is .*\[8, 128\].* like hidden"):
+            chord.reference.fused_moe(**given | {"shared_output": shared[:8]})
         assert torch.equal(out[4], shared[4])
         place = shared.clone()
         assert chord.fused_moe(**given | {"shared_output": place}, out=place) is place
@@ -193,7 +195,10 @@ REFUSED = (
     ({"routed_scaling_factor": "2"}, "routed_scaling_factor is the str"),
     ({"activation": "gelu"}, "activation='gelu' is not supported"),
     ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),
-    ({"swiglu_limit": 1e60}, r"swiglu_limit=1e\+60 is beyond 1e\+38, .*computed in FP32"),
+    (
+        {"swiglu_limit": 1e60},
+        r"swiglu_limit=1e\+60 is beyond 1e\+38, .* in FP32; .*swiglu_limit=None",
+    ),
     ({"swiglu_alpha": -3e38}, r"swiglu_alpha=-3e\+38 is beyond"),
     ({"swiglu_beta": 1e60}, r"swiglu_beta=1e\+60 is beyond"),
     ({"w13": torch.zeros(3)}, r"w13 is a torch.Tensor of torch.float32 \[3\], not PackedExperts"),
@@ -392,6 +397,22 @@ def test_compiled_code_hands_the_hint_on(
     assert told == [l2_is_clean]
     chord.fused_moe(**given, l2_is_clean=l2_is_clean)
     assert told == [l2_is_clean] * 2
+
+
+def test_compiled_code_takes_shared_outputs_of_any_strides_and_no_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = operands()
+    shared = cases.real_x(HIDDEN, 9, seed=5)
+    torch.compiler.reset()
+    whole = torch.compile(chord.fused_moe, fullgraph=True, backend="aot_eager")
+    want = chord.fused_moe(**given, shared_output=shared.T.contiguous())
+    assert torch.equal(whole(**given, shared_output=shared.T), want)
+    monkeypatch.setattr("chord.ops.fused_moe._check_event", lambda *_: None)
+    torch.compiler.reset()
+    whole = torch.compile(chord.fused_moe, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="shared_ready cannot be given under"):
+        whole(**given, shared_output=shared.T, shared_ready=3)
 
 
 def test_compiled_code_refuses_gradients_and_constants_that_are_no_numbers() -> None:

@@ -5,6 +5,7 @@ Tensors that say they are on CUDA, and launchers that note their parameters, sta
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -136,11 +137,41 @@ def test_only_the_first_sum_waits_for_another_stream(
         chord.fused_moe(**call, shared_ready=Event())
         first = [*part[:3], "wait", part[3]]
         assert [name for name, _ in launched] == first + part * (routes_at_once == 8) * 2
+    launched.clear()
+    no_tokens = {name: call[name][:0] for name in ("hidden", "topk_weights", "topk_ids", "out")}
+    empty = {name: on_card(tensor.as_subclass(torch.Tensor)) for name, tensor in no_tokens.items()}
+    shared = on_card(torch.zeros(0, HIDDEN, dtype=BF16))
+    chord.fused_moe(**call | empty | {"shared_output": shared}, shared_ready=Event())
+    assert launched == [("wait", ())], "the other stream would stay unjoined in a capture"
+    launched.clear()
+    monkeypatch.setattr(launching, "current_device", iter([1, 0, 0]).__next__)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    chord.fused_moe(**call, shared_ready=Event())
+    assert ("wait", ()) in launched, "on another device than the current one"
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
     with pytest.raises(InputError, match="shared_output is there, which is None"):
         chord.fused_moe(**call | {"shared_output": None}, shared_ready=Event())
     call["hidden"] = torch.zeros(TOKENS, HIDDEN, dtype=BF16)
     with pytest.raises(InputError, match="shared_ready is an event of CUDA, hidden is on cpu"):
         chord.fused_moe(**call, shared_ready=Event())
+
+
+def test_a_remembered_call_looks_at_what_is_added(
+    launched: list[tuple[str, tuple[Any, ...]]], call: dict[str, Any]
+) -> None:
+    """Each of these comes behind a good call that is the same but for shared_output."""
+    good = torch.zeros(TOKENS, HIDDEN, dtype=BF16)
+    for wrong, words in (
+        (good.float(), "shared_output is torch.float32"),
+        (good[:-1], r"shared_output is .*\[9, 128\]"),
+        (torch.zeros(HIDDEN, TOKENS, dtype=BF16).T, "shared_output .* must be contiguous"),
+    ):
+        chord.fused_moe(**call, shared_output=on_card(good))
+        with pytest.raises(InputError, match=words):
+            chord.fused_moe(**call, shared_output=on_card(wrong))
+    with pytest.raises(InputError, match="shared_output is on cpu"):
+        chord.fused_moe(**call, shared_output=good)
+    assert len(launched) == 3 * 4
 
 
 def test_a_clean_l2_is_not_cleaned(

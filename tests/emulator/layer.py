@@ -175,7 +175,8 @@ def combine(
     }
     parts = -(-n // (8 * COMBINE.num_threads))
     blocks = num_tokens * parts
-    return _run(COMBINE, values, ("out",), blocks, seed, flavour, ("rows",), replaced)["out"]
+    awaited = ("rows", "shared")
+    return _run(COMBINE, values, ("out",), blocks, seed, flavour, awaited, replaced)["out"]
 
 
 def type_of(weights: torch.Tensor) -> int:

@@ -329,7 +329,10 @@ def test_combine(top_k: int, n: int, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("n", (8, 1032))
 @pytest.mark.parametrize("top_k", (2, 11))
-@pytest.mark.parametrize(("scale", "is_shared"), ((-2.5, False), (1.0, True), (2.827, True)))
+@pytest.mark.parametrize(
+    ("scale", "is_shared"),
+    ((-2.5, False), (0.4, False), (0.0, False), (1.0, True), (2.827, True), (0.4, True)),
+)
 def test_combine_scales_and_adds(top_k: int, n: int, scale: float, is_shared: bool) -> None:
     tokens = 3
     made = layer.route(cases.topk_ids(tokens, top_k, 12, "holes"), 12)
@@ -337,6 +340,8 @@ def test_combine_scales_and_adds(top_k: int, n: int, scale: float, is_shared: bo
     positions[1] = -1
     rows = cases.real_x(tokens * top_k, n)
     shared = cases.real_x(tokens, n, seed=1) if is_shared else None
+    if shared is not None:
+        shared[1, ::2] = -0.0
     out = layer.combine(rows, positions.flatten(), None, tokens, scale=scale, shared=shared)
     plain = layer.combine(rows, positions.flatten(), None, tokens)
     scaled = plain * scale

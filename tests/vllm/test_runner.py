@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from layers import (
 )
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
@@ -29,6 +32,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.v1.worker.workspace import init_workspace_manager
 
 import chord
+from chord.integrations.vllm import register
 from chord.integrations.vllm import runner as chord_runner
 from chord.integrations.vllm.config import ChordConfig
 from chord.integrations.vllm.runner import ChordMoERunner
@@ -66,28 +70,48 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 class Router:
-    """Sends tokens where the logits are highest."""
+    """Sends tokens where the logits are highest; keeps the ids of words, which some models use."""
 
     eplb_state = None
+    input_ids: torch.Tensor | None = None
 
-    def select_experts(self, *, router_logits: torch.Tensor, **_: Any) -> Any:
+    def select_experts(
+        self, *, router_logits: torch.Tensor, input_ids: torch.Tensor | None, **_: Any
+    ) -> Any:
+        self.input_ids = input_ids
         weights, ids = router_logits.float().topk(TOP_K)
         return weights, ids.int()
 
 
 class Shared(torch.nn.Module):
-    """Shared experts: a matrix, [H, H]; the output may be of another dtype, or transposed."""
+    """Shared experts: a matrix, [H, H]; `change` says what becomes of the output."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, *, transposed: bool = False) -> None:
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda out: out) -> None:
         super().__init__()
-        self.transposed = transposed
+        self.change = change
         generator = torch.Generator().manual_seed(3)
         self.weight = (torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5).bfloat16()
-        self.dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = (x @ self.weight).to(self.dtype)
-        return out.T.contiguous().T if self.transposed else out
+        return self.change(x @ self.weight)
+
+
+def in_fp32(out: torch.Tensor) -> torch.Tensor:
+    return out.float()
+
+
+def of_one_column(out: torch.Tensor) -> torch.Tensor:
+    return out[:, :1]
+
+
+def transposed(out: torch.Tensor) -> torch.Tensor:
+    return out.T.contiguous().T
+
+
+def at_an_odd_address(out: torch.Tensor) -> torch.Tensor:
+    place = torch.empty(out.numel() + 8, dtype=out.dtype)
+    first = 1 + -(place.data_ptr() // 2) % 8
+    return place[first : first + out.numel()].view(out.shape).copy_(out)
 
 
 class Layer:
@@ -112,10 +136,12 @@ class Layer:
         self.x = torch.randn(7, HIDDEN, generator=generator).bfloat16()
         self.logits = torch.rand(7, EXPERTS, generator=generator)
 
-    def run(self) -> torch.Tensor:
+    def run(
+        self, call: Callable[..., torch.Tensor] | None = None, *more: torch.Tensor
+    ) -> torch.Tensor:
         config = self.config
         with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
-            return self.runner(self.x, self.logits)
+            return (call or self.runner)(self.x, self.logits, *more)
 
     def wanted(self, **part: Any) -> torch.Tensor:
         weights, ids = self.logits.topk(TOP_K)
@@ -156,16 +182,12 @@ def test_compiled_code_is_that_of_vllm(calls: list[dict[str, Any]]) -> None:
 
     layer = Layer(Shared())
     want = layer.run()
-    config = layer.config
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
-        forward = torch.compile(layer.runner.forward, backend=keep, fullgraph=True)
-        assert torch.equal(forward(layer.x, layer.logits), want)
+    forward = torch.compile(layer.runner.forward, backend=keep, fullgraph=True)
+    assert torch.equal(layer.run(forward), want)
     assert calls[1]["routed_scaling_factor"] == 1.0 and calls[1]["shared_output"] is None
     del custom_op.op_registry_oot[NAME]
     stock = Layer(Shared())
-    config = stock.config
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
-        torch.compile(stock.runner.forward, backend=keep, fullgraph=True)(stock.x, stock.logits)
+    stock.run(torch.compile(stock.runner.forward, backend=keep, fullgraph=True))
     ours, vllms = (
         [(node.name, node.op, str(node.target)) for node in graph.graph.nodes] for graph in graphs
     )
@@ -216,19 +238,11 @@ def test_shared_experts_on_a_stream_of_their_own_are_awaited_by_the_sum(
     assert events == ["begin"], "the stream was joined twice"
 
 
-def test_shared_experts_without_an_event_are_awaited_first(
-    events: list[str], calls: list[dict[str, Any]]
-) -> None:
-    layer = Layer(Shared())
-    assert_rows_close(layer.run(), layer.wanted(), 8e-3)
-    assert calls[0]["shared_ready"] is None
-    assert events == ["begin", "wait, 0 calls"]
-
-
+@pytest.mark.parametrize("change", [transposed, at_an_odd_address])
 def test_an_output_that_has_to_be_copied_is_awaited_first(
-    events: list[str], calls: list[dict[str, Any]]
+    change: Callable[[torch.Tensor], torch.Tensor], events: list[str], calls: list[dict[str, Any]]
 ) -> None:
-    layer = Layer(Shared(transposed=True))
+    layer = Layer(Shared(change))
     layer.runner.shared_experts._output_ready_event = [object(), None]
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)
     assert calls[0]["shared_ready"] is None and calls[0]["shared_output"].is_contiguous()
@@ -239,7 +253,7 @@ def test_an_output_that_has_to_be_copied_is_awaited_first(
 def test_a_stream_that_no_sum_joins_is_joined_behind(
     tokens: int, events: list[str], calls: list[dict[str, Any]]
 ) -> None:
-    layer = Layer(Shared(torch.float32))
+    layer = Layer(Shared(in_fp32))
     layer.runner.shared_experts._output_ready_event = [object(), None]
     layer.x, layer.logits = layer.x[:tokens], layer.logits[:tokens]
     out = layer.run()
@@ -249,18 +263,36 @@ def test_a_stream_that_no_sum_joins_is_joined_behind(
     assert events == ["begin", f"wait, {len(calls)} calls"] and len(calls) == bool(tokens)
 
 
-def test_shared_experts_of_another_dtype_are_added_behind(calls: list[dict[str, Any]]) -> None:
-    layer = Layer(Shared(torch.float32))
+@pytest.mark.parametrize("how", ["two batches by turns", "compiled"])
+def test_a_layer_that_vllm_ends_joins_the_stream_itself(
+    how: str, events: list[str], calls: list[dict[str, Any]]
+) -> None:
+    layer = Layer(Shared(), enable_dbo=how != "compiled")
+    forward = torch.compile(layer.runner.forward, backend="aot_eager", fullgraph=True)
+    out = layer.run(forward if how == "compiled" else None)
+    assert_rows_close(out, layer.wanted(), 8e-3)
+    assert events == ["begin", "wait, 1 calls"]
+
+
+@pytest.mark.parametrize("change", [in_fp32, of_one_column])
+def test_shared_experts_of_another_kind_are_added_behind(
+    change: Callable[[torch.Tensor], torch.Tensor], calls: list[dict[str, Any]]
+) -> None:
+    layer = Layer(Shared(change))
     out = layer.run()
-    assert out.dtype == torch.float32, "as without Chord's runner"
+    assert out.dtype == layer.shared(layer.x).dtype, "as without Chord's runner"
     assert_rows_close(out, layer.wanted(), 8e-3)
     assert calls[0]["routed_scaling_factor"] == SCALE and calls[0]["shared_output"] is None
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"routed_output_transform": torch.nn.Identity()}, {"enable_dbo": True}],
-    ids=["output transform", "two batches by turns"],
+    [
+        {"routed_input_transform": torch.nn.Identity()},
+        {"routed_output_transform": torch.nn.Identity()},
+        {"enable_dbo": True},
+    ],
+    ids=["input transform", "output transform", "two batches by turns"],
 )
 def test_what_stands_in_between_is_left_to_vllm(
     options: dict[str, Any], calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -290,6 +322,29 @@ def test_batches_that_are_changed_on_the_way_are_left_to_vllm(
     assert runner._ending_experts() is None
 
 
+@pytest.mark.parametrize("name", ["prepare_finalize", "fused_experts"])
+def test_other_parts_of_a_kernel_are_left_to_vllm(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dispatch of tokens, which is followed by a combine; experts of another format."""
+    runner = Layer(Shared()).runner
+    monkeypatch.setattr(runner.routed_experts.quant_method.moe_kernel.impl, name, object())
+    assert runner._ending_experts() is None
+
+
+@pytest.mark.parametrize("how", ["ended by Chord", "ended by vLLM", "compiled"])
+def test_all_operands_reach_the_layer(how: str) -> None:
+    layer = Layer(Shared(), enable_dbo=how == "ended by vLLM")
+    words, x = torch.arange(7), layer.x.flip(0)
+    call = layer.runner.forward
+    if how == "compiled":
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out = layer.run(call, words, x)
+    routed = layer.wanted() - layer.shared(layer.x).float()
+    assert_rows_close(out, routed + layer.shared(x).float(), 8e-3)
+    assert torch.equal(layer.runner.router.input_ids, words)
+
+
 def test_other_kernels_are_left_to_vllm() -> None:
     layer = Layer(Shared())
     layer.runner.routed_experts.quant_method = object()
@@ -309,6 +364,7 @@ def test_a_layer_that_failed_leaves_no_end_behind(monkeypatch: pytest.MonkeyPatc
     assert layer.runner._ending is None
     experts = layer.runner.routed_experts.quant_method.moe_kernel.fused_experts
     assert experts._end.scale == 1.0 and experts._end.shared() == (None, None)
+    assert pickle.loads(pickle.dumps(experts._end)) == experts._end
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)
 
 
@@ -341,4 +397,36 @@ def test_a_runner_that_is_built_otherwise_stays(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.delattr(SharedExperts, "wait")
         assert chord_runner._decline() == "SharedExperts has no wait"
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedExperts, "__init__", lambda self: None)
+        assert chord_runner._decline() == "SharedExperts sets no _output"
     assert chord_runner._decline() is None
+
+
+def test_a_vllm_that_has_no_such_runner_keeps_the_rest_of_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del custom_op.op_registry_oot[NAME]
+    registered: list[str] = []
+    note = "vllm.model_executor.layers.quantization.register_quantization_config"
+    monkeypatch.setattr(note, lambda name: registered.append(name) or (lambda cls: cls))
+    monkeypatch.setitem(sys.modules, "chord.integrations.vllm.runner", None)
+    monkeypatch.delattr("chord.integrations.vllm.runner")
+    register()
+    assert sorted(registered) == ["chord", "compressed-tensors", "humming"]
+    assert NAME not in custom_op.op_registry_oot
+
+
+@pytest.mark.parametrize("with_chord", [True, False])
+def test_lora_finds_the_runners_of_other_models(with_chord: bool) -> None:
+    """It asks the registered class whether a layer is one of it, and ignores the others."""
+
+    class OtherRunner(MoERunner):
+        pass
+
+    if not with_chord:
+        del custom_op.op_registry_oot[NAME]
+    other, none = OtherRunner.__new__(OtherRunner), torch.nn.Linear(1, 1)
+    torch.nn.Module.__init__(other)
+    assert FusedMoEWithLoRA.can_replace_layer(other, None, ["gate_up", "down"])
+    assert not FusedMoEWithLoRA.can_replace_layer(none, None, ["gate_up", "down"])

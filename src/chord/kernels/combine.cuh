@@ -1,7 +1,7 @@
 // The last stage of the whole layer: out[t] is shared[t] plus scale times the sum over slots j of
 // weight[t, j] times the row at position[t, j], in FP32 and in the order of the slots. The sum of a
 // token without a row is zero. Sum, product and result are rounded to BF16 as if a kernel of its
-// own had written each: whether this one scales and adds changes no bit.
+// own had written each: whether this one scales and adds changes no bit, but for the sign of zeros.
 //
 // A thread sums 8 features of one token: it asks for the rows of 8 slots at once, 16 bytes each,
 // and every row is read once. Blocks are small and many, so that loads of one overlap sums of

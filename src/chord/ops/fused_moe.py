@@ -77,7 +77,9 @@ def fused_moe(
             output of shared experts. With both the bits are those of scaling and adding afterwards.
         shared_ready: Recorded behind what writes shared_output on another stream. Only the sum
             waits for it: until then both streams run side by side. None if shared_output is
-            written on the current stream.
+            written on the current stream, on the CPU and under torch.compile. As with any tensor
+            of another stream, torch's allocator has to know that this one reads it
+            (`shared_output.record_stream`), or it has to be kept until that stream has waited.
         l2_is_clean: Whether what lies in L2 when the call begins has mostly been read, not written,
             as in the decode step of a model. The first part of a long stream of weights then does
             not push that out, which takes up to 1.7 % off a decode layer, and adds 2 to 3 % behind
@@ -174,9 +176,10 @@ def _check_constants(
         ("routed_scaling_factor", scale),
     ):
         if constant is not None and not abs(constant) <= layer.MAX_CONSTANT:  # NaN is not
+            no_limit = " (no limit at all is swiglu_limit=None)" if name == "swiglu_limit" else ""
             raise InputError(
-                f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and what it is for is "
-                f"computed in FP32; pass a smaller one (no limit at all is swiglu_limit=None)"
+                f"{name}={constant!r} is beyond {layer.MAX_CONSTANT:.0e}, and it is applied in "
+                f"FP32; pass a smaller one{no_limit}"
             )
     if limit is not None and not limit > 0:
         raise InputError(f"swiglu_limit={limit!r} must be positive, or None for no limit")
@@ -190,7 +193,8 @@ def _check_event(
         raise InputError(f"shared_ready is {describe(shared_ready)}, not a torch.cuda.Event")
     if shared_output is None:
         raise InputError(
-            "shared_ready says when shared_output is there, which is None; pass both or neither"
+            "shared_ready says when shared_output is there, which is None; pass shared_output "
+            "too, or leave shared_ready out"
         )
     if not hidden.is_cuda:
         raise InputError(

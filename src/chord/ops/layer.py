@@ -38,7 +38,7 @@ from chord.weights.packed import PackedExperts
 MAX_ROUTES = 131072
 _ALIGNMENT = 256
 _LOG2_E = math.log2(math.e)
-MAX_CONSTANT = 1e38  # of the activation: times log2(e) it still is a number of FP32
+MAX_CONSTANT = 1e38  # of a call: times log2(e) it still is a number of FP32
 _MAX_REMEMBERED = 4096
 
 
@@ -222,6 +222,8 @@ def run(
     if not call.on_cuda:
         return _run_reference(layer, hidden, topk_weights, topk_ids, expert_map, out, shared)
     if call.kernels is None:
+        if shared_ready is not None:
+            shared_ready.wait()  # no tokens, but a stream that a capture wants joined
         return out
     if workspace is None:
         workspace = torch.empty(call.space.num_bytes, dtype=torch.uint8, device=hidden.device)

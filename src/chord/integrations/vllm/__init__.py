@@ -28,10 +28,18 @@ def register() -> None:
     """
     if not env.vllm_enabled():
         return
+    from vllm.logger import init_logger
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from chord.integrations.vllm import config, runner
+    from chord.integrations.vllm import config
 
     for name, config_class in config.CONFIGS.items():
         register_quantization_config(name)(config_class)
+    try:
+        from chord.integrations.vllm import runner
+    except ImportError as error:  # a vLLM that is built otherwise
+        init_logger("vllm.chord").warning(
+            "Chord leaves the end of expert layers to vLLM: %s", error
+        )
+        return
     runner.register()

@@ -75,6 +75,11 @@ class _PackedWeights:
         return kept
 
 
+def _no_shared() -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
+    """Say that nothing, bf16 [M, H], is to be added."""
+    return None, None
+
+
 @dataclass(frozen=True)
 class LayerEnd:
     """What is left to do when a token's experts are summed: scale times the sum, plus shared.
@@ -86,7 +91,7 @@ class LayerEnd:
     """
 
     scale: float = 1.0
-    shared: Callable[[], tuple[torch.Tensor | None, torch.cuda.Event | None]] = lambda: (None, None)
+    shared: Callable[[], tuple[torch.Tensor | None, torch.cuda.Event | None]] = _no_shared
 
 
 @dataclass(frozen=True)

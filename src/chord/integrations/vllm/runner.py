@@ -47,6 +47,15 @@ _PARAMETERS = {
 class ChordMoERunner(MoERunner):
     """vLLM's runner of an expert layer, which leaves scaling and adding to Chord's experts."""
 
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        """Return whether a class is a runner: this one stands for vLLM's where vLLM asks.
+
+        vLLM's LoRA asks the registered class whether a layer is one of it, and would leave the
+        runners of other models out.
+        """
+        return MoERunner in other.__mro__
+
     _ending: ChordExperts | None = None
     """Those that compute the layer to its end, while `forward` runs; None in compiled code."""
 
@@ -113,15 +122,14 @@ class ChordMoERunner(MoERunner):
             output = shared._output[shared._output_idx]
             if output.dtype != hidden_states.dtype or output.shape != hidden_states.shape:
                 return None, None
-            ready, to_add = None, False
-            if to_await:
-                to_await = False
-                events = getattr(shared, "_output_ready_event", None)
-                if events and output.is_contiguous():
-                    ready = events[shared._output_idx]
-                else:
-                    shared.wait()
-            return output.contiguous(), ready
+            to_add = False
+            is_ready, to_await = not to_await, False
+            if output.is_contiguous() and output.data_ptr() % 16 == 0:
+                event = None if is_ready else shared._output_ready_event[shared._output_idx]
+                return output, event
+            if not is_ready:
+                shared.wait()
+            return output.clone(memory_format=torch.contiguous_format), None
 
         with experts.ending(LayerEnd(self.routed_scaling_factor, shared_output)):
             shared_rows, rows = super()._apply_quant_method(*operands, False)
@@ -163,4 +171,7 @@ def _decline() -> str | None:
     for name in ("_output_idx", "wait"):
         if not hasattr(SharedExperts, name):
             return f"SharedExperts has no {name}"
+    for name in ("_output", "_output_ready_event"):
+        if name not in SharedExperts.__init__.__code__.co_names:
+            return f"SharedExperts sets no {name}"
     return None
