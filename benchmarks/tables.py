@@ -249,7 +249,7 @@ def vllm_results(folder: Path) -> Iterator[str]:
     sides = agree["agree"].get("sides")
     if sides is not None:
         yield ""
-        yield (
+        yield from wrap(
             f"Marlin's likeliest word is that of Chord alone at {sides['only chord']} places, of "
             f"Humming alone at {sides['only humming']}."
         )

@@ -38,8 +38,6 @@ DECODE = (8, 64, 128)  # requests that decode together
 STEPS = 64
 # On a busy host single prompts differ by 45 %, steps of decode by 30 % and for seconds on end.
 ROUNDS = {"prefill": 8, "decode": 24}
-
-
 # Threads that wait for each other in small CPU operations make a step late on a busy host.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 

@@ -17,7 +17,7 @@ from chord.errors import InputError
 from chord.routing import Contiguous, Indexed, Masked, local_experts
 from chord.weights.layout import CODE_OFFSET, GROUP_SIZE
 from chord.weights.pack import unpack
-from chord.weights.packed import PackedExperts, check_packed
+from chord.weights.packed import PackedExperts, check_packed, check_pair
 
 
 def dequantize(experts: PackedExperts, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -354,11 +354,7 @@ def _check_layer(
     check_packed("w2", w2)
     check_tensor("topk_weights", topk_weights)
     check_tensor("topk_ids", topk_ids)
-    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
-        raise InputError(
-            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
-            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
-        )
+    check_pair(w13, w2)
     if w2.gate_up_interleaved:
         raise InputError("w2 was packed with interleave_gate_up, which is for w13 only; repack it")
     if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden.shape[0]:

@@ -17,6 +17,7 @@ import torch
 try:
     import vllm.platforms
     from vllm.platforms.interface import DeviceCapability, PlatformEnum
+    from vllm.v1.worker.workspace import init_workspace_manager
 except ImportError as error:
     raise pytest.UsageError(
         f"tests/vllm need vLLM 0.33.0 ({error}); `.ci/vllm` installs it in a venv of its own and "
@@ -45,6 +46,13 @@ importlib.import_module("vllm.model_executor.model_loader.reload")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 PLATFORM = vllm.platforms.current_platform
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM keep its workspaces on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    init_workspace_manager(torch.device("cpu"))
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.humming import HummingConfig
 from vllm.utils.import_utils import has_humming
-from vllm.v1.worker.workspace import init_workspace_manager
 
 import chord
 from chord import routing
@@ -183,10 +182,8 @@ def test_other_activations_are_refused() -> None:
 
 
 @pytest.fixture
-def operators(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def operators(platform: Any, workspaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for vLLM's compiled operators around the GEMMs, in plain PyTorch."""
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(torch.device("cpu"))
 
     def align(topk_ids, block_size, num_experts, expert_map=None, **_):
         made = routing.align(

@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.v1.worker.workspace import init_workspace_manager
 
 import chord
 from chord.integrations.vllm import method as chord_method
@@ -40,13 +39,7 @@ from chord.integrations.vllm.config import (
 )
 from tolerance import assert_rows_close
 
-pytestmark = pytest.mark.usefixtures("platform")
-
-
-@pytest.fixture(autouse=True)
-def workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(torch.device("cpu"))
+pytestmark = pytest.mark.usefixtures("platform", "workspaces")
 
 
 def make_inputs(tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

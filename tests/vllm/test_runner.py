@@ -27,9 +27,7 @@ from vllm.forward_context import set_forward_context
 from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.fused_moe import MoERunner
-from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
-from vllm.v1.worker.workspace import init_workspace_manager
 
 import chord
 from chord.integrations.vllm import register
@@ -38,7 +36,7 @@ from chord.integrations.vllm.config import ChordConfig
 from chord.integrations.vllm.runner import ChordMoERunner
 from tolerance import assert_rows_close
 
-pytestmark = pytest.mark.usefixtures("platform")
+pytestmark = pytest.mark.usefixtures("platform", "workspaces")
 
 SCALE = 2.827
 NAME = "MoERunner"
@@ -48,8 +46,6 @@ NAME = "MoERunner"
 def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Register the runner, and take it out again; no streams where there is no card."""
     monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    init_workspace_manager(torch.device("cpu"))
     chord_runner.register()
     yield
     custom_op.op_registry_oot.pop(NAME, None)
@@ -295,11 +291,10 @@ def test_shared_experts_of_another_kind_are_added_behind(
     ids=["input transform", "output transform", "two batches by turns"],
 )
 def test_what_stands_in_between_is_left_to_vllm(
-    options: dict[str, Any], calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], calls: list[dict[str, Any]]
 ) -> None:
     layer = Layer(Shared(), **options)
     assert layer.runner._ending_experts() is None
-    monkeypatch.setattr(moe_runner, "dbo_current_ubatch_id", lambda: 0, raising=False)
     assert_rows_close(layer.run(), layer.wanted(), 8e-3)
     assert calls[0]["routed_scaling_factor"] == 1.0 and calls[0]["shared_output"] is None
 

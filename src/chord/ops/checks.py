@@ -158,14 +158,19 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], rule: 
     refuse_gradients("out", out)
 
 
-def refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:
-    """Say what is wrong with the places of x and out, bf16, any shape, which may not overlap."""
-    for name, tensor in (("x", x), ("out", out)):
+def refuse_misaligned(rows: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors of rows, bf16, any shape, by name, that kernels cannot copy in 16 bytes."""
+    for name, tensor in rows.items():
         if tensor.data_ptr() % 16:
             raise InputError(
                 f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
                 f"(rows are copied 16 bytes at a time): pass a copy"
             )
+
+
+def refuse_addresses(x: torch.Tensor, out: torch.Tensor) -> NoReturn:
+    """Say what is wrong with the places of x and out, bf16, any shape, which may not overlap."""
+    refuse_misaligned({"x": x, "out": out})
     raise InputError(
         f"out {list(out.shape)} overlaps x {list(x.shape)} in memory; rows of x are read while "
         f"others are written: pass another out"

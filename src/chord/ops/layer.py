@@ -361,10 +361,7 @@ def _check_call(
             f"hidden is on {hidden.device}; Chord runs on CUDA, and on the CPU by its reference"
         )
     for name, experts in (("w13", w13), ("w2", w2)):
-        if experts.device != hidden.device:
-            raise InputError(
-                f"{name} is on {experts.device}, hidden is on {hidden.device}; move one of them"
-            )
+        layer_checks.check_device(name, experts, hidden)
     layer_checks.check_routing(hidden, topk_weights, topk_ids, expert_map)
     num_tokens, top_k = topk_ids.shape
     if out is not None:
@@ -528,12 +525,7 @@ def _refuse_addresses(
 ) -> NoReturn:
     """Say what is wrong with the places of hidden, out and shared_output, bf16, [T, H]."""
     read = {"hidden": hidden} if shared is None else {"hidden": hidden, "shared_output": shared}
-    for name, tensor in (*read.items(), ("out", out)):
-        if tensor.data_ptr() % 16:
-            raise InputError(
-                f"{name} begins at address {tensor.data_ptr():#x}; it must be 16-byte aligned "
-                f"(rows are copied 16 bytes at a time): pass a copy"
-            )
+    checks.refuse_misaligned({**read, "out": out})
     name, tensor = next(
         item for item in read.items() if 0 < abs(item[1].data_ptr() - out.data_ptr()) < out.nbytes
     )

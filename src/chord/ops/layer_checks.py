@@ -8,21 +8,25 @@ from chord.arguments import check_tensor
 from chord.errors import InputError, UnsupportedError
 from chord.jit.params import WEIGHT_TYPES
 from chord.ops import checks
-from chord.weights.packed import PackedExperts, check_packed
+from chord.weights.packed import PackedExperts, check_packed, check_pair
 
 ROUTER_WEIGHT_TYPES = {getattr(torch, name): number for number, name in enumerate(WEIGHT_TYPES)}
 """The number by which kernels know each dtype of router weights."""
+
+
+def check_device(name: str, operand: torch.Tensor | PackedExperts, hidden: torch.Tensor) -> None:
+    """Refuse an operand, of any dtype and any shape, on another device than hidden, bf16 [T, H]."""
+    if operand.device != hidden.device:
+        raise InputError(
+            f"{name} is on {operand.device}, hidden is on {hidden.device}; move one of them"
+        )
 
 
 def check_weights(w13: PackedExperts, w2: PackedExperts) -> None:
     """Refuse weights that are not the two of one layer."""
     check_packed("w13", w13)
     check_packed("w2", w2)
-    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
-        raise InputError(
-            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
-            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
-        )
+    check_pair(w13, w2)
     if not w13.gate_up_interleaved:
         raise UnsupportedError(
             "w13 was packed without interleave_gate_up; SwiGLU is applied where gate and up of a "
@@ -62,10 +66,7 @@ def check_routing(
         )
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         checks.check_contiguous(name, tensor)
-        if tensor.device != hidden.device:
-            raise InputError(
-                f"{name} is on {tensor.device}, hidden is on {hidden.device}; move one of them"
-            )
+        check_device(name, tensor, hidden)
     if topk_ids.numel() >= 1 << 31:
         raise InputError(
             f"topk_ids {list(topk_ids.shape)} makes {topk_ids.numel()} routes; routes are counted "
@@ -88,20 +89,14 @@ def check_shared(shared: torch.Tensor, hidden: torch.Tensor) -> None:
             f"{list(hidden.shape)}, the shape of hidden"
         )
     checks.check_contiguous("shared_output", shared)
-    if shared.device != hidden.device:
-        raise InputError(
-            f"shared_output is on {shared.device}, hidden is on {hidden.device}; move one of them"
-        )
+    check_device("shared_output", shared, hidden)
 
 
 def check_workspace(workspace: torch.Tensor, hidden: torch.Tensor, num_bytes: int) -> None:
     """Refuse a workspace, any dtype, any shape, of fewer bytes or elsewhere than hidden."""
     check_tensor("workspace", workspace)
     checks.check_contiguous("workspace", workspace)
-    if workspace.device != hidden.device:
-        raise InputError(
-            f"workspace is on {workspace.device}, hidden is on {hidden.device}; move one of them"
-        )
+    check_device("workspace", workspace, hidden)
     if workspace.nbytes < num_bytes:
         raise InputError(
             f"workspace has {workspace.nbytes} bytes, {hidden.shape[0]} tokens need "

@@ -145,6 +145,20 @@ def check_packed(name: str, value: object) -> None:
         )
 
 
+def check_pair(w13: PackedExperts, w2: PackedExperts) -> None:
+    """Refuse packed weights, uint8 inside, whose sizes are not those of one layer.
+
+    Args:
+        w13: Gate and up, [E, 2 I, H] inside.
+        w2: Down, [E, H, I] inside.
+    """
+    if (w2.num_experts, w2.n, 2 * w2.k) != (w13.num_experts, w13.k, w13.n):
+        raise InputError(
+            f"w13 is [E={w13.num_experts}, 2I={w13.n}, H={w13.k}] and w2 is "
+            f"[E={w2.num_experts}, H={w2.n}, I={w2.k}]; they must agree in E, H and I"
+        )
+
+
 def refuse_packed_memory(name: str, tensor: torch.Tensor) -> None:
     """Refuse a checkpoint tensor, any dtype and any shape, that lies in a packed weight's memory.
 

@@ -113,7 +113,8 @@ class ChordMoERunner(MoERunner):
         experts = self._ending
         if experts is None:
             return super()._apply_quant_method(*operands, shared_experts_overlapping)
-        shared, to_await, to_add = self._shared_experts, shared_experts_overlapping, True
+        shared, to_await = self._shared_experts, shared_experts_overlapping
+        to_add = shared is not None
 
         def shared_output() -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
             nonlocal to_await, to_add
@@ -122,12 +123,11 @@ class ChordMoERunner(MoERunner):
             output = shared._output[shared._output_idx]
             if output.dtype != hidden_states.dtype or output.shape != hidden_states.shape:
                 return None, None
-            to_add = False
-            is_ready, to_await = not to_await, False
+            is_late, to_await, to_add = to_await, False, False
             if output.is_contiguous() and output.data_ptr() % 16 == 0:
-                event = None if is_ready else shared._output_ready_event[shared._output_idx]
+                event = shared._output_ready_event[shared._output_idx] if is_late else None
                 return output, event
-            if not is_ready:
+            if is_late:
                 shared.wait()
             return output.clone(memory_format=torch.contiguous_format), None
 
@@ -135,7 +135,7 @@ class ChordMoERunner(MoERunner):
             shared_rows, rows = super()._apply_quant_method(*operands, False)
         if to_await:
             shared.wait()
-        if shared_rows is not None and to_add:
+        if to_add:
             rows = shared_rows + rows
         return shared_rows, rows
 
